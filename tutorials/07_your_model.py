@@ -7,7 +7,7 @@
 # - a model from Hugging Face transformers: `weft.parallelize(model, layout)`.
 #
 # Both keep the model's file, its weights and its state dict as they are. For the second part you
-# need `pip install "weft-attention[transformers]"`. Nothing is downloaded: models are made from
+# need `pip install -e ".[transformers]"`. Nothing is downloaded: models are made from
 # their configuration, with random weights.
 
 # %%

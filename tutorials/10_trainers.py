@@ -7,7 +7,7 @@
 # - change two lines, and start it on four ranks that share every sequence,
 # - draw the four ranks' curve over one process's: they are the same run.
 #
-# Needs `pip install "weft-attention[trainers]"`. Nothing is downloaded: the model is a tiny Llama
+# Needs `pip install -e ".[trainers]"`. Nothing is downloaded: the model is a tiny Llama
 # with random weights, and the text is made here.
 
 # %%

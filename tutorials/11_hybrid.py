@@ -9,7 +9,7 @@
 # - draw the two loss curves over each other: they are the same run,
 # - count what crosses ranks: as many bytes for a long sequence as for a short one.
 #
-# Needs `pip install "weft-attention[transformers]"`. Nothing is downloaded: the model is tiny, with
+# Needs `pip install -e ".[transformers]"`. Nothing is downloaded: the model is tiny, with
 # random weights, and the text is made here. Ranks are threads of this process.
 
 # %%

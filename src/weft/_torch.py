@@ -122,7 +122,8 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
             return fn(*args, **kwargs)
         maker = type(getattr(around, "_torchdynamo_orig_backend", None))
         if maker.__name__ == "ConvertFrameAssert":  # of fullgraph=True
-            raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {reason}")
+            why = reason or "compile without fullgraph=True"
+            raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {why}")
         token = _around.set(around)
         try:
             return _compiled_by(None, fn, *args, **kwargs)
@@ -160,9 +161,9 @@ def compiler_around() -> Callable[[Callable], Callable] | None:
 
 def compiled_method(module: torch.nn.Module) -> str:
     """The attribute of a module that `torch.compile` made: its call or its `forward`, or none."""
-    own = vars(module)
-    names = ("_compiled_call_impl", "forward")
-    return next((n for n in names if hasattr(own.get(n), "_torchdynamo_inline")), "")
+    marks = {"_torchdynamo_inline", "_torchdynamo_orig_callable"}  # scripts have the first alone
+    found = ((n, vars(module).get(n)) for n in ("_compiled_call_impl", "forward"))
+    return next((n for n, call in found if marks <= getattr(call, "__dict__", {}).keys()), "")
 
 
 def compiler_of(call: Any) -> tuple[Any, Callable, bool]:

@@ -39,11 +39,13 @@ def parallelize(
 
     | model | axis | options | gradients after `backward` |
     | --- | --- | --- | --- |
-    | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
-    | diffusers | "tokens" | `text`, `fallback` | `layout.sync_gradients(model)` |
-    | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
-    | any module | of the layout, `dims` | `dims`, `output` | `layout.sync_gradients(model)` |
-    | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
+    | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents`, `fallback` | averaged |
+    | diffusers | "tokens" | `text`, `fallback` | shares |
+    | TabPFN, TabICL | "rows" | | shares |
+    | any module | of the layout, `dims` | `dims`, `inputs`, `output`, `fallback` | shares |
+    | weft's own | that of its modules | | shares |
+
+    Shares are added up by `layout.sync_gradients(model)`, or `weft.data_parallel` around the model.
 
     Each package's function, in `weft_integrations`, documents its options and refusals:
     `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,

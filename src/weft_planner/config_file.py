@@ -105,6 +105,3 @@ def _without_code(value: Any, file: str) -> Any:
             raise UnsupportedError(f"{file}: {key} {shown(number)}: at most {MOST_LAYERS} layers")
     named = (key for key in value if key != "auto_map" and "implementation" not in key)
     return {key: _without_code(value[key], file) for key in named}
-
-
-__all__ = ["few_modules", "of_transformers", "read_config", "read_data"]

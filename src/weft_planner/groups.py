@@ -338,6 +338,3 @@ class Groups:
         if slope <= 0:
             return self.tokens
         return max(0, int((self.tokens + (self.limit - most) / slope) // 1000) * 1000)
-
-
-__all__ = ["Groups", "Row"]

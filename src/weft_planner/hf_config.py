@@ -316,6 +316,3 @@ def on_meta() -> Iterator[None]:
     finally:
         masking_utils.find_packed_sequence_indices = stock
         functional.one_hot = one_hot
-
-
-__all__ = ["HFModel", "on_meta"]

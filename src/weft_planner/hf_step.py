@@ -190,6 +190,3 @@ def _free_gradients(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.register_post_accumulate_grad_hook(complete)
-
-
-__all__ = ["CHUNK", "ModelCount", "count_model", "count_whole", "forward_loss", "place"]

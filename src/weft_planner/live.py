@@ -119,6 +119,3 @@ def product_flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         return 2 * out.numel() * args[0].shape[-1] // groups
     formula = flop_registry.get(func.overloadpacket)
     return None if formula is None else formula(*args, **kwargs, out_val=out)
-
-
-__all__ = ["Live"]

@@ -74,6 +74,3 @@ def _key(value: Any) -> Hashable:
     if kind is dict:
         return tuple((name, _key(each)) for name, each in value.items())
     return kind, value
-
-
-__all__ = ["on_shapes"]

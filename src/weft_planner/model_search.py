@@ -3,9 +3,6 @@
 Candidates are guessed at in closed form, block by block; a training step of the promising ones is
 then counted with the model's own code, and attention put on the clock. So what is shown is what the
 model does; what was not counted is only guessed to be slower.
-
-A model without a head may also give a kind of block a layout of its own, where its axis is whole,
-and activations are resharded around it.
 """
 
 from __future__ import annotations
@@ -57,22 +54,11 @@ class Use:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A layout of a model, counted: a step of its busiest rank, and its time.
-
-    `layouts` are those of kinds of blocks, as `weft.compose` takes them; all others run on
-    `layout`.
-    """
+    """A layout of a model, counted: a step of its busiest rank, and its time."""
 
     layout: Layout
-    layouts: Mapping[str, Layout]
     count: StepCount
     time: StepTime
-
-    @property
-    def name(self) -> str:
-        """In a word or two."""
-        rest = "".join(f"; {kind} on {each.name}" for kind, each in self.layouts.items())
-        return self.layout.name + rest
 
     @property
     def memory(self) -> int:
@@ -123,12 +109,10 @@ class ModelSearch:
             ((self._guess(uses), self._layout(uses)) for uses in self._candidates()),
             key=lambda one: one[0],
         )[:counted]
-        todo: list[tuple[Layout, dict[str, Layout]]] = [(layout, {}) for _, layout in guesses]
-        todo += list(self._resharded())[:counted]
         result = []
-        for number, (layout, layouts) in enumerate(todo, 1):
-            tell(f"{number} of {len(todo)}")
-            choice = self._choice(layout, layouts)
+        for number, (_, layout) in enumerate(guesses, 1):
+            tell(f"{number} of {len(guesses)}")
+            choice = self._choice(layout)
             if choice is not None:
                 result.append(choice)
         if not result:
@@ -139,18 +123,17 @@ class ModelSearch:
             )
         return sorted(result, key=lambda choice: choice.time.total)
 
-    def _choice(self, layout: Layout, layouts: Mapping[str, Layout]) -> ModelChoice | None:
+    def _choice(self, layout: Layout) -> ModelChoice | None:
         try:
-            local = {block.kind for block in self.spec.attends}.difference(layouts)
-            check_fit(self.spec, layout, local)
+            check_fit(self.spec, layout)
             ranks = sorted({0, self.devices - 1})
-            sizes = (self.batch, self.lengths, self.dtype, self.gradients, ranks, layouts)
+            sizes = (self.batch, self.lengths, self.dtype, self.gradients, ranks)
             count = busiest(count_steps(layout, self.spec, *sizes))
-            time = step_time(count, [layout, *layouts.values()], self.hardware)
+            time = step_time(count, layout, self.hardware)
         except WeftError as error:
             self.refused.add(str(error))
             return None
-        choice = ModelChoice(layout, layouts, count, time)
+        choice = ModelChoice(layout, count, time)
         if self.limit is not None and choice.memory > self.limit:
             self.refused.add(f"more memory than {self.limit:.3g} bytes")
             return None
@@ -290,22 +273,3 @@ class ModelSearch:
             for axis, terms in text.items()
         )
         return Layout.from_dict(data, line or "single", f"layout {line!r}")
-
-    def _resharded(self) -> Iterator[tuple[Layout, dict[str, Layout]]]:
-        """Pairs of axes: every block runs where its axis is whole, resharded from the other."""
-        if self.spec.head is not None:
-            return
-        sizes = level_sizes(self.hardware, self.devices)
-        for one, other in itertools.permutations(self.kinds, 2):
-            pairs = [
-                tuple(
-                    Use(attend[0], "query", level, size)
-                    for level, size in reversed(list(enumerate(sizes)))
-                    if size > 1
-                )
-                for attend in (one, other)
-            ]
-            if any(self._unfit(uses) for uses in pairs):
-                continue
-            home, away = (self._layout(uses) for uses in pairs)
-            yield home, {"+".join(one): away}

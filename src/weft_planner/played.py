@@ -101,6 +101,3 @@ class _Script(RankScript):
             return self.work(seconds)
         finally:
             self.network.begun = None
-
-
-__all__ = ["Played", "PlayedBlock", "PlayedMessage", "play"]

@@ -62,6 +62,3 @@ def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.
     weights = model.numbers * torch.bfloat16.itemsize
     decoded = sum(received.received.values())
     return Served(ranks, weights, held - sum(carried), sum(carried), decoded)
-
-
-__all__ = ["Served", "serving"]

@@ -9,10 +9,9 @@ sends is counted, whatever autograd keeps has its size. So nothing here knows ho
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +78,6 @@ def count_steps(
     dtype: torch.dtype = torch.float32,
     gradients: str = "sync",
     ranks: Sequence[int] | None = None,
-    layouts: Mapping[str, Layout] | None = None,
 ) -> list[StepCount]:
     """A step of a model on some ranks of a layout, none of which is there.
 
@@ -91,16 +89,16 @@ def count_steps(
     """
     if gradients not in WAYS:
         raise DeclarationError(f"gradients={gradients!r}: known are {', '.join(WAYS)}")
-    for each, axis in [(one, a) for one in (layout, *(layouts or {}).values()) for a in one.attend]:
-        if fetches(each, tuple(axis.split("+"))):
+    for axis in layout.attend:
+        if fetches(layout, tuple(axis.split("+"))):
             raise UnsupportedError(
-                f"{each.source}: of axis {axis!r} only those keys travel that a router or the model"
-                " chooses, R(top_k); `weft explain call LAYOUT` bounds their bytes"
+                f"{layout.source}: of axis {axis!r} only those keys travel that a router or the"
+                " model chooses, R(top_k); `weft explain call LAYOUT` bounds their bytes"
             )
     if ranks is None:
         ranks = some_ranks(layout.world_size)
     sizes = (spec, batch, lengths, dtype, gradients)
-    return [_count(layout, layouts or {}, *sizes, rank) for rank in ranks]
+    return [_count(layout, *sizes, rank) for rank in ranks]
 
 
 def some_ranks(ranks: int) -> list[int]:
@@ -112,7 +110,6 @@ def some_ranks(ranks: int) -> list[int]:
 
 def _count(
     declared: Layout,
-    layouts: Mapping[str, Layout],
     spec: ModelSpec,
     batch: int,
     lengths: Mapping[str, int],
@@ -122,7 +119,7 @@ def _count(
 ) -> StepCount:
     with fake_ranks(rank, declared.world_size):
         layout = declared.build("cpu")
-        work = model_work(layout, spec, batch, lengths, dtype, "meta", layouts)
+        work = model_work(layout, spec, batch, lengths, dtype, "meta")
         weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
         of_weights = {memory_of(local_tensor(weight))[0] for weight in weights}
         kept: dict[int, int] = {}
@@ -133,30 +130,29 @@ def _count(
                 kept[memory] = nbytes
             return saved
 
-        bound = {id(each.bound): each for each in work.layouts}  # once where they share it
-        watches = [each.bound.watches.begin() for each in bound.values()]
+        watch = layout.bound.watches.begin()
         with (
-            _each(bound.values()) as forward,
+            traffic(layout) as forward,
             saved_tensors_hooks(keep, lambda saved: saved),
             Live(weights) as live,
         ):
             out = work.forward()
         ahead = live.flops
-        with _each(bound.values()) as backward, live:
+        with traffic(layout) as backward, live:
             out.backward(torch.ones_like(out))
         reports = {"forward": forward, "backward": backward}
         if gradients == "sync":
-            with _each(bound.values()) as sums:
+            with traffic(layout) as sums:
                 work.finish()
             reports["gradients"] = sums
-        for each, watch in zip(bound.values(), watches):
-            each.bound.watches.end(watch)
+        layout.bound.watches.end(watch)
     nbytes = sum(local_tensor(weight).nbytes for weight in weights)
-    moved = [each for when, per in reports.items() for each in _moved(when, per)]
+    mesh = tuple(layout.mesh.items())
+    moved = [each for when, report in reports.items() for each in _moved(when, report, mesh)]
     if gradients != "sync":
         moved += _sharded(declared, gradients, nbytes)
     shards = data_ranks(declared) if gradients == "fsdp" else 1
-    held = max(report.peak_bound for report in (*forward.values(), *backward.values()))
+    held = max(forward.peak_bound, backward.peak_bound)
     memory = {
         "weights": nbytes // shards,
         "gradients": nbytes // shards,
@@ -164,31 +160,20 @@ def _count(
         "activations": sum(kept.values()),
         "held for others": held,
     }
-    runs = [run for watch in watches for run in watch.items()]
-    plans = {key: times for key, times in runs if isinstance(key[0], Plan)}
+    plans = {key: times for key, times in watch.items() if isinstance(key[0], Plan)}
     flops = ahead, live.flops - ahead
     return StepCount(rank, tuple(moved), memory, flops, plans, live.peak)
 
 
-@contextlib.contextmanager
-def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, TrafficReport]]:
-    """Counts of every layout by itself."""
-    with contextlib.ExitStack() as stack:
-        yield {layout: stack.enter_context(traffic(layout)) for layout in layouts}
-
-
-def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved]:
+def _moved(when: str, report: TrafficReport, mesh: tuple[tuple[str, int], ...]) -> Iterator[Moved]:
     """Counted traffic, and the part that attention's plans predicted."""
-    for layout, report in reports.items():
-        mesh = tuple(layout.mesh.items())
-        for key, nbytes in sorted(report.received.items()):
-            planned = report.predicted.received[key]
-            calls = report.calls[key], report.predicted.calls[key]
-            dim, label = key
-            if planned:
-                yield Moved(when, dim, label, planned, calls[1], True, mesh)
-            if nbytes > planned:
-                yield Moved(when, dim, label, nbytes - planned, calls[0] - calls[1], False, mesh)
+    for key, nbytes in sorted(report.received.items()):
+        planned, (dim, label) = report.predicted.received[key], key
+        calls = report.calls[key], report.predicted.calls[key]
+        if planned:
+            yield Moved(when, dim, label, planned, calls[1], True, mesh)
+        if nbytes > planned:
+            yield Moved(when, dim, label, nbytes - planned, calls[0] - calls[1], False, mesh)
 
 
 def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
@@ -241,6 +226,3 @@ def part_of(moved: Moved) -> str:
         return "gradients"
     named = {"sum": "sums", "redistribute": "resharding", "weights (fsdp)": "weights"}
     return named.get(moved.what, moved.what)
-
-
-__all__ = ["Moved", "StepCount", "busiest", "by_part", "count_steps", "part_of", "some_ranks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.declare.hardware import Hardware
@@ -33,7 +33,7 @@ class StepTime:
         return self.attention + self.products + self.rest
 
 
-def step_time(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -> StepTime:
+def step_time(count: StepCount, layout: Layout, hardware: Hardware) -> StepTime:
     """Seconds of a step whose rank i runs on rank i of some hardware.
 
     >>> from weft_models.declare.model_file import ModelSpec
@@ -42,37 +42,35 @@ def step_time(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -
     >>> machine = Hardware.load("ethernet-laptops")
     >>> spec = ModelSpec.load("causal_lm")
     >>> count, *_ = count_steps(layout, spec, 2, {"tokens": 256}, ranks=[1])
-    >>> took = step_time(count, [layout], machine)
+    >>> took = step_time(count, layout, machine)
     >>> 0 < took.products < took.total
     True
     """
     rate = best_rate(hardware.device, math.inf, False)
     return StepTime(
-        sum(_attention(count, layouts, hardware)),
+        sum(_attention(count, layout, hardware)),
         sum(count.flops) / rate,
         sum(moved_seconds(m, hardware) for m in count.moved if not m.attention),
     )
 
 
-def _attention(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -> Iterator[float]:
+def _attention(count: StepCount, layout: Layout, hardware: Hardware) -> Iterator[float]:
     times: dict[Plan, Counter[bool]] = defaultdict(Counter)
     for (plan, backward), number in count.plans.items():
         times[plan][backward] += number
     for plan, passes in times.items():
-        timing = time_call(_plans(plan, layouts, hardware), hardware)
+        timing = time_call(_plans(plan, layout, hardware), hardware)
         yield passes[False] * timing.forward + passes[True] * timing.backward
 
 
-def _plans(plan: Plan, layouts: Sequence[Layout], hardware: Hardware) -> list[Plan]:
+def _plans(plan: Plan, layout: Layout, hardware: Hardware) -> list[Plan]:
     """Plans of all ranks, or of a node that stands for all; each with as many sequences as this."""
     ranks, first = math.prod(plan.sizes.values()), plan
-    for layout in layouts:
-        with contextlib.suppress(DeclarationError):  # it does not know these axes
-            if dict(layout.mesh) == plan.sizes and layout.rules(plan.problem.axes) == plan.rules:
-                ranks = one_node(layout, plan.problem, hardware) or ranks
-                even = replace(plan.problem, batches=(), batch_offset=0, asks_batches=False)
-                first = Plan(layout, even, coordinates(plan.sizes, 0))
-                break
+    with contextlib.suppress(DeclarationError):  # it does not know these axes
+        if dict(layout.mesh) == plan.sizes and layout.rules(plan.problem.axes) == plan.rules:
+            ranks = one_node(layout, plan.problem, hardware) or ranks
+            even = replace(plan.problem, batches=(), batch_offset=0, asks_batches=False)
+            first = Plan(layout, even, coordinates(plan.sizes, 0))
     if ranks > MOST_REPLAYED:
         raise UnsupportedError(
             f"{ranks:,} ranks that do not all compute the same are replayed one by one, at most"
@@ -126,6 +124,3 @@ def _offsets(moved: Moved) -> list[int]:
 def _size(moved: Moved) -> int:
     sizes = dict(moved.mesh)
     return math.prod(sizes[name] for name in moved.mesh_dim.split("+"))
-
-
-__all__ = ["StepTime", "levels_of", "moved_seconds", "step_time"]

@@ -30,7 +30,7 @@ VISIBLE = 0.75
 
 @dataclass(frozen=True)
 class Work:
-    """A model's passes on the bound `layouts` that it communicates on.
+    """A model's passes.
 
     `forward` gives the output; after its backward pass `finish` completes the gradients of
     `leaves`.
@@ -39,7 +39,6 @@ class Work:
     forward: Callable[[], Tensor]
     leaves: Sequence[Tensor]
     finish: Callable[[], None] = lambda: None
-    layouts: tuple[Layout, ...] = ()
 
 
 def model_work(
@@ -49,14 +48,13 @@ def model_work(
     lengths: Mapping[str, int],  # global, see `lengths_of_model`
     dtype: torch.dtype,
     device: str,
-    layouts: Mapping[str, Layout] | None = None,  # of kinds of blocks, as `weft.compose` takes them
 ) -> Work:
     """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
 
     A model with a head runs on its training data, one without on random x; on device "meta" there
     are shapes alone.
     """
-    model = compose(spec, layout, layouts=layouts, device=device, dtype=dtype)
+    model = compose(spec, layout, device=device, dtype=dtype)
     leaves: list[Tensor] = list(model.parameters())
     if spec.head is None:
         forward, x = _trunk(model, spec, layout, batch, lengths, {"dtype": dtype, "device": device})
@@ -73,9 +71,7 @@ def model_work(
         one = one.to(torch.device(device))
         x = one.inputs.to(dtype) if one.inputs.is_floating_point() else one.inputs
         forward = functools.partial(model, x, **one.given)
-    rest = [block.layout for block in getattr(model, "blocks", ()) if layouts]
-    used = tuple(dict.fromkeys([layout, *rest]))
-    return Work(forward, leaves, lambda: layout.sync_gradients(model), used)
+    return Work(forward, leaves, lambda: layout.sync_gradients(model))
 
 
 def _trunk(

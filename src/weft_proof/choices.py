@@ -87,6 +87,3 @@ def _in_tile(tile: Pass, block: BlockPlan, low: int, high: int) -> np.ndarray:
         for n, a, b, _, _ in rows_by_chunk(tile, block.q, low, high, Side.QUERY)
     ]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-__all__ = ["moved_row_defects", "uncut_calls"]

@@ -4,12 +4,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers
 
+import weft
 from benchmarks import families
 
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -55,3 +57,11 @@ def test_every_family_has_a_row():
     for names in families.KINDS.values():
         for family in names:
             assert f"\n| {family} |" in TABLE.read_text()
+
+
+def test_angles_that_a_model_looks_up_row_by_row_are_of_every_row():
+    model, _ = families.case_of("causal", "qwen4_exp_text")
+    ids = torch.arange(2, 18).view(2, 8)
+    want = model.eval()(input_ids=ids).logits
+    got = weft.parallelize(model, weft.Layout.single())(input_ids=ids).logits
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, weft.Field) else got, want)

@@ -396,7 +396,7 @@ def test_script_of_planning_trains_on_two_processes(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (script,) = re.findall(r"^```python\n(from datasets.*?)^```", page, re.M | re.S)
     for old, new in (
-        ("ring=2 x pass_q=2 x ulysses=4", "ring=2"),
+        ("ring=2 x ulysses=8", "ring=2"),
         ("bf16=True,", "bf16=False, use_cpu=True, max_steps=2, report_to='none',"),
     ):
         assert old in script

@@ -361,12 +361,6 @@ def test_ranks_with_other_rows_are_refused_on_every_rank():
     assert sum("the test rows" in text for text in seen) == 2
 
 
-def test_axes_of_layout_looked_at_before_ranks_are_asked_for():
-    x, y = _table(9)
-    with pytest.raises(DeclarationError, match="layout 'tile-2x2' shards axis 'tokens', which"):
-        weft.TabularClassifier(layout="tile-2x2").fit(x, y)
-
-
 def test_several_ranks_that_nobody_started_are_refused():
     x, y = _table(9)
     with pytest.raises(DeclarationError, match="torchrun --nproc-per-node 4"):

@@ -210,7 +210,7 @@ def seconds(line: str) -> tuple[float, float, float]:
     layout = Layout.parse(line)
     spec = ModelSpec.load("causal_lm")
     one, *_ = count_steps(layout, spec, BATCH, {"tokens": 512}, ranks=[layout.world_size - 1])
-    took = step_time(one, [layout], NODES)
+    took = step_time(one, layout, NODES)
     return took.attention, took.products, took.rest
 
 

@@ -251,6 +251,24 @@ def test_numbers_are_counted_as_torch_counts_them():
     assert private.tensor_is_all_true(torch.tensor([True, True]))
 
 
+def test_what_torch_compiled_of_a_module_and_how():
+    module = torch.nn.Linear(2, 2)
+    module.forward = torch.jit.script(plus_one)
+    assert not private.compiled_method(module)
+    module.compile(backend="eager", fullgraph=True)
+    assert private.compiled_method(module) == "_compiled_call_impl"
+    compiler, run, is_whole = private.compiler_of(module._compiled_call_impl)
+    assert is_whole
+    assert (run(torch.ones(2)) == 2).all()
+    assert compiler(plus_one)(torch.zeros(1)) == 1
+    assert private.compiled_method(torch.compile(module, backend="eager")) == "forward"
+    assert private.compiler_around() is None
+
+
+def plus_one(x: torch.Tensor):
+    return x + 1
+
+
 def test_half_imported_modules_of_torch_are_none(monkeypatch):
     """Another thread may be importing them."""
     for name in ("torch._dynamo", "torch.distributed.fsdp"):

@@ -71,11 +71,12 @@ def test_python_blocks_run_in_order():
     assert moved == {"q", "kv", "out", "dq", "dkv"}
 
 
-def test_the_first_python_block_on_recurrent_layers_runs():
+@pytest.mark.parametrize(("page", "few"), [("state.md", 1), ("any_model.md", 3)])
+def test_the_first_python_blocks_of_a_page_run(page, few):
     """Later ones continue a reader's own program."""
     torch.manual_seed(0)
-    block, *_ = blocks("python", (ROOT / "docs" / "state.md").read_text())
-    exec(compile(block, "state.md", "exec"), {})
+    text = "".join(blocks("python", (ROOT / "docs" / page).read_text())[:few])
+    exec(compile(text, page, "exec"), {})
 
 
 def test_the_process_of_the_tour_runs_on_real_ranks(pool):

@@ -90,9 +90,9 @@ def call(
 
     Shows the mesh and each mesh dim's rule in words; then the bytes that ranks
     receive, and memory and work per rank; and predicted times, on --hardware or
-    where the layout has rates (weft rates measures them). Ranks that are proven
-    equivalent are read once, and of more than 64 that are not a few are read,
-    spread over the mesh; the output says which. Of a routed layout it shows the
+    where the layout has rates (weft rates measures them). Of more than 64 ranks
+    that are not all equivalent a few are read, spread over the mesh; the output
+    says which. Of a routed layout it shows the
     bytes at least and at most, whatever the router has learned, and so where only
     those keys travel that a model chooses (--choose). --order balanced shows the
     order of layout.balance. A layout on one line is printed as the file that it

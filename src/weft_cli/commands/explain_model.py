@@ -123,7 +123,7 @@ def model(
                 refused.append(f"refused: {layout.name}: {error}")
                 continue
             most = busiest(counts)
-            time = None if machine is None else step_time(most, [layout], machine)
+            time = None if machine is None else step_time(most, layout, machine)
             rows.append(Row(layout, most, len(counts), time))
     if len(resolved) == 1:
         _show_messages(rows[0])

@@ -191,7 +191,10 @@ RunDType = Annotated[
 ]
 Order = Annotated[
     str | None,
-    of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),
+    of_call(
+        "Token order: contiguous, zigzag, striped; of explain call also balanced.",
+        show_default="the layout's",
+    ),
 ]
 Nproc = Annotated[
     int | None,

@@ -73,7 +73,8 @@ def model(
     say(*_why(choices))
     print_refused(search.refused, hardware, devices)
     if write is not None:
-        _write(choices[0], model, f"{devices} devices of {hardware}", write)
+        about = f"Planned for model {model}, {devices} devices of {hardware}."
+        write_layout(choices[0].layout, about, write)
 
 
 def print_refused(refused: Mapping[str, int], hardware: str, devices: int) -> None:
@@ -99,7 +100,7 @@ def _show(choices: Sequence[ModelChoice], top: int) -> None:
         ("layout", *(f">{name}" for name in columns)),
         [
             (
-                each.name,
+                each.layout.name,
                 *map(words.show_time, (time.attention, time.products, time.rest, time.total)),
                 f"{time.total / best:.2f}",
                 *map(words.nbytes, (each.count.nbytes, each.memory)),
@@ -116,7 +117,7 @@ def _why(choices: Sequence[ModelChoice]) -> Iterator[str]:
     """The purposes of the best one's bytes, and the part in which the second is slower."""
     best = choices[0]
     parts = ", ".join(f"{label} {words.nbytes(n)}" for label, n in by_part(best.count).items() if n)
-    yield f"{best.name} receives: {parts or 'nothing'}."
+    yield f"{best.layout.name} receives: {parts or 'nothing'}."
     if len(choices) > 1:
         second = choices[1]
         extra = {
@@ -126,19 +127,7 @@ def _why(choices: Sequence[ModelChoice]) -> Iterator[str]:
         largest = max(extra, key=lambda label: extra[label])
         share = 100 * (second.time.total / best.time.total - 1)
         yield (
-            f"{second.name} is second, {words.digits(share)} % slower: {largest} takes "
+            f"{second.layout.name} is second, {words.digits(share)} % slower: {largest} takes "
             f"{words.show_time(max(0.0, extra[largest]))} longer."
         )
     yield f"{len(choices)} layouts were counted; others were only guessed at, in closed form."
-
-
-def _write(choice: ModelChoice, model: str, where: str, path: Path) -> None:
-    """The layout as a file, and those of blocks that have their own beside it."""
-    about = f"Planned for model {model}, {where}."
-    write_layout(choice.layout, about, path)
-    beside = {kind: path.with_suffix(f".{kind}{path.suffix}") for kind in choice.layouts}
-    for kind, layout in choice.layouts.items():
-        write_layout(layout, about, beside[kind])
-    if beside:
-        rest = ", ".join(f"{kind!r}: {str(file)!r}" for kind, file in beside.items())
-        say(f"run it with weft.compose({model!r}, {str(path)!r}, layouts={{{rest}}})")

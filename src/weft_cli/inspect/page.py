@@ -117,6 +117,3 @@ class _Cells:
     def _of(self, spans: Spans, queries: bool) -> tuple[int, ...]:
         inside = np.isin(self.samples[not queries], positions(spans, "cpu").numpy())
         return tuple(np.flatnonzero(inside).tolist())
-
-
-__all__ = ["layout_data", "write_page"]

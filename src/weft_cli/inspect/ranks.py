@@ -1,10 +1,6 @@
-"""The ranks to inspect, so that their plans represent those of all ranks.
+"""The ranks to inspect: one that stands for all, or all of them, or of many some.
 
-Ranks are equivalent where their numbers are proven equal, not where they look so:
-
-- all of them, where nothing is masked and every rank has an equal share at every step of its way;
-- those that differ in their heads or sequences only, where shares are equal: they compute the same
-  rows and columns of scores.
+One stands for all where nothing is masked, and ranks have equal shares at each step of their way.
 """
 
 from __future__ import annotations
@@ -13,8 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.declare.mesh import coordinates
-from weft.declare.strategy import Role
 from weft.layout import Layout
 from weft.masks import Full
 from weft.plan.plan import Plan
@@ -31,50 +25,39 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Reading:
-    """Whose plans are read, rank 0 first, and the number of ranks they represent."""
+    """Whose plans are read, rank 0 first."""
 
     ranks: tuple[int, ...]
-    represented: int  # ranks that each of them represents exactly
     total: int  # ranks of the mesh
-
-    @property
-    def complete(self) -> bool:
-        """True if they represent every rank."""
-        return len(self.ranks) * self.represented == self.total
+    alike: bool = False  # all compute and receive what the first does
 
     def __str__(self) -> str:
         """The ranks that the numbers hold for, in a sentence.
 
-        >>> str(Reading((0,), 8, 8))
+        >>> str(Reading((0,), 8, alike=True))
         'read off the plan of rank 0: all 8 ranks are equivalent'
         """
         if self.total == 1:
             return "read off the plan of the one rank"
-        if len(self.ranks) == 1 and self.complete:
+        if self.alike:
             return f"read off the plan of rank 0: all {self.total} ranks are equivalent"
-        if self.represented == 1 and self.complete:
+        if len(self.ranks) == self.total:
             return f"read off the plans of all {self.total} ranks"
-        plans = f"read off the plans of {len(self.ranks)} of {self.total} ranks"
-        same = f"each represents {self.represented} that differ in heads or sequences only"
-        if self.complete:
-            return f"{plans}; {same}"
         shown = ", ".join(map(str, self.ranks[:8])) + ", ..." * (len(self.ranks) > 8)
-        some = f"{plans}, spread over the mesh ({shown}): min, max, mean are of these ranks"
-        return some if self.represented == 1 else f"{some}, of which {same}"
+        return (
+            f"read off the plans of {len(self.ranks)} of {self.total} ranks, spread over the mesh"
+            f" ({shown}): min, max, mean are of these ranks"
+        )
 
 
 def reading(layout: Layout, problem: Problem) -> Reading:
     """The ranks to read of a call, whose batch and heads are those of all ranks together."""
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))
-    if not (first.problem == last.problem and _shapes(first) == _shapes(last)):
-        return Reading(_spread(range(total), first), 1, total)
-    if isinstance(problem.mask, Full):
-        return Reading((0,), total, total)
-    rest = [d for d, rule in first.rules.items() if rule.role not in (Role.QUERY, Role.KEY)]
-    places = ((rank, coordinates(layout.mesh, rank)) for rank in range(total))
-    ranks = [rank for rank, coords in places if not any(coords[d] for d in rest)]
-    return Reading(_spread(ranks, first), total // len(ranks), total)
+    even = first.problem == last.problem and _shapes(first) == _shapes(last)
+    if even and isinstance(problem.mask, Full):
+        return Reading((0,), total, alike=True)
+    return Reading(_spread(range(total), first), total)
 
 
 def _shapes(plan: Plan) -> list[tuple[int, ...]]:

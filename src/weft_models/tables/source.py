@@ -74,7 +74,6 @@ class Source:
         from ..models.pretrained import from_pretrained
 
         checkpoint = cast("str | Path | None", self.checkpoint)  # `model` reads modules
-        check_axes(checkpoint, self.layout)
         layout = bind_layout(self.layout, self.device)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if layout.device_mesh is not None:
@@ -89,26 +88,6 @@ class Source:
         return model
 
 
-def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> None:
-    """Refuses a layout that the model cannot run on, before any rank is started.
-
-    Arguments are those of `Source`, but no model.
-
-    >>> check_axes(None, "rows: ring=4")
-    """
-    if layout is None:
-        return
-    from ..models.composer import check_fit
-    from ..models.pretrained import pretrained_spec
-
-    spec = pretrained_spec(SHIPPED if checkpoint is None else checkpoint)
-    check_fit(spec, _named(layout))
-
-
-def _named(layout: Layout | str) -> Layout:
-    return layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
-
-
 def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layout:
     """A layout, as `Source` takes it, with its place among the ranks that there are.
 
@@ -117,7 +96,7 @@ def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layou
     """
     if layout is None:
         return Layout.single()
-    found = _named(layout)
+    found = layout if isinstance(layout, Layout) else Layout.named(os.fspath(layout))
     if found.is_bound:
         return found
     ranks = math.prod(size for size in found.mesh.values() if size != -1)
