@@ -136,6 +136,14 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
     return call
 
 
+def kept_outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
+    """`outside_graphs` of a function that costs no frame more, and breaks whole graphs as torch."""
+    made: Any = fn
+    _frames.set_code_exec_strategy(made.__code__, _NEVER)
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, None
+    return fn
+
+
 def _compiled_by(maker: Any, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """A function's result, of whose frames something makes graphs, or nothing does."""
     before = _frames.set_eval_frame(maker)
@@ -149,6 +157,8 @@ _frames: Any = torch._C._dynamo.eval_frame
 #: Of a function's own frame; those of the functions that it calls are compiled.
 _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 _frames.set_code_exec_strategy(_compiled_by.__code__, _SKIPPED)
+#: Of a function's frame and those of the functions that it calls.
+_NEVER = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 #: What makes graphs around functions outside of them, on this thread.
 _around: contextvars.ContextVar[Any] = contextvars.ContextVar("around", default=None)
 

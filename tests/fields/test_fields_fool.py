@@ -497,6 +497,29 @@ def test_what_no_field_can_be_is_refused_within_a_model(fn, said):
     assert all(weft.on_threads(grid("2x2"), rank))
 
 
+def test_a_compiled_loss_of_fields_is_one_devices():
+    """Graphs break where fields run, also where torch's compiler would read a field's own code."""
+    x, labels = torch.randn(2, 12, 7).double(), torch.arange(24).view(2, 12) % 7
+
+    def loss(logits):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.square().mean()
+
+    def run(compiled, make):
+        own = x.clone().requires_grad_()
+        value = compiled(make(own) * 1)
+        value.backward()
+        return whole(value).detach(), own.grad
+
+    want = run(loss, lambda own: own)
+
+    def rank(layout):
+        compiled = torch.compile(loss, backend="eager")
+        return run(compiled, lambda own: Field.distribute(own, layout, {"height": 1}))
+
+    for found in weft.on_threads(Layout.parse("height(zigzag): ring=2"), rank):
+        torch.testing.assert_close(found, want)
+
+
 class Adapted(torch.nn.Module):
     """A step of gradient descent within the forward pass, whose own gradient counts, too."""
 

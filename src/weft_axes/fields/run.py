@@ -18,6 +18,7 @@ from weft._torch import (
     as_torch_does,
     function_modes,
     in_transform,
+    kept_outside_graphs,
     past_classes,
     shares_storage,
 )
@@ -86,6 +87,7 @@ _WRITES_UNCOUNTED = (
 MOST_WHOLE = 1 << 30
 
 
+@kept_outside_graphs
 def run_function(
     _: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
 ) -> Any:
