@@ -260,8 +260,8 @@ class Field(Tensor):
 #: of the class, not of a tensor: a descriptor
 _GRAPH: Any = operator.attrgetter("grad_fn.__get__")(Tensor)
 OF_FUNCTION = (
-    "{} gets a weft.Field that a torch.autograd.Function returned: one of your own, a checkpoint with"
-    " use_reentrant=True, or a unit of FSDP2 in a model that weft.parallelize does not know:"
+    "{} gets a weft.Field that a torch.autograd.Function returned: one of your own, a checkpoint"
+    " with use_reentrant=True, or a unit of FSDP2 in a model that weft.parallelize does not know:"
     " gradients through it would be lost; pass use_reentrant=False, give the function local"
     " tensors, or weft.parallelize the model"
 )
