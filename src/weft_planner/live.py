@@ -76,6 +76,7 @@ class Live(TorchDispatchMode):
         schema = func._schema
         if (
             func.namespace == "weft"
+            or "attention" in schema.name  # whose products are counted by pairs
             or torch.Tag.pointwise in func.tags
             or any(a.alias_info for a in (*schema.arguments, *schema.returns))
         ):
