@@ -84,7 +84,7 @@ def test_experts_behind_layers_without_any_are_counted(kind, more):
     assert short.peak == pytest.approx(full.peak, rel=1e-3)
 
 
-#: Of a model that routes to experts without weights, by chance.
+#: Of models that route by chance without weights, or whose kernel on CPUs has no count.
 BY_CHANCE = {"inkling2_text": 1e-4, "longcat_flash": 0.05}
 #: Mixtures that are not planned, and why.
 NOT_PLANNED = {

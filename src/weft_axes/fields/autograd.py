@@ -142,7 +142,7 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
         if g is None or (is_made_whole(x) and not isinstance(x, Field)):
             return g
         return (
-            _gradient(g, x) if isinstance(x, Field) else _added(g, (), region)
+            _whole_gradient(g, x._place) if isinstance(x, Field) else _added(g, (), region)
         )  # of a weight ranks have shares
 
     return tuple(map(of_all, found, groups[1]))
@@ -151,15 +151,11 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
 @direct(attribute("grad"))
 def gradient_of(x: Field) -> Field | None:
     grad = x._local.grad
-    return None if grad is None else _gradient(grad, x)
-
-
-def _gradient(grad: Tensor, x: Field) -> Field:
-    """The gradient of a field, of its local tensor's: shares of what several ranks hold add up."""
-    return _whole_gradient(grad, x._place)
+    return None if grad is None else _whole_gradient(grad, x._place)
 
 
 def _whole_gradient(share: Tensor, place: FieldPlace) -> Field:
+    """The gradient of a field, of its local tensor's: shares of what several ranks hold add up."""
     return Field(_added(share, place.dims, place.region), place)
 
 

@@ -251,11 +251,6 @@ def _first_extreme(x: Part, name: str, d: int, keepdim: bool) -> Callable:
     return run
 
 
-def _positions(name: str) -> None:
-    for func in both(f"arg{name}"):
-        rule(func)(_position_rule(name, func))
-
-
 def _position_rule(name: str, func: Any) -> Callable:
     def position(x: Part, dim: int | None = None, keepdim: bool = False) -> Recipe:
         if x.dtype == torch.bool:
@@ -277,7 +272,8 @@ def _position_rule(name: str, func: Any) -> Callable:
 
 
 for _name in ("max", "min"):
-    _positions(_name)
+    for _func in both(f"arg{_name}"):
+        rule(_func)(_position_rule(_name, _func))
 
 
 @composite(*both("aminmax"))
@@ -441,23 +437,19 @@ def _split_norm(
     if p == 1:
         return x.sum(over, keepdim)
     if p == 2:
-        return _Root.of(x.square().sum(over, keepdim))
+        return _root(x.square().sum(over, keepdim))
     if p < 1:
         raise refused(f"a norm of order {p!r}", x)
-    return _Root.of(x.pow(p).sum(over, keepdim), 1.0 / p)
+    return _root(x.pow(p).sum(over, keepdim), 1.0 / p)
 
 
-class _Root:
+def _root(x: Tensor, power: float = 0.5) -> Tensor:
     """A root whose gradient is 0 where it is 0, as that of a norm."""
-
-    @staticmethod
-    def of(x: Tensor, power: float = 0.5) -> Tensor:
-        nothing = x == 0
-        return torch.where(nothing, x, torch.where(nothing, 1, x).pow(power))
+    nothing = x == 0
+    return torch.where(nothing, x, torch.where(nothing, 1, x).pow(power))
 
 
-_norms(1, *both("norm"))
-_norms(1, torch.linalg.vector_norm)
+_norms(1, *both("norm"), torch.linalg.vector_norm)
 rule(torch.linalg.norm)(_local_norm(torch.linalg.norm, 1))
 
 
