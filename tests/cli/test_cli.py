@@ -358,7 +358,7 @@ def test_a_length_is_that_of_its_axis(text: str, axis: str, wanted: tuple[int, .
         ("rows=64,feature=2", "rows", ("rows", "features"), "no axis 'feature'; did you mean"),
         ("rows=3", "rows+features", (), "needs rows=N,features=N"),
         ("rows=3,4", "rows", (), "axis 'rows' needs a number, or rows=N"),
-        ("3,4", "rows", (), "length '3,4': axis 'rows' needs a number, or rows=N"),
+        ("3,4", "rows", (), "--length '3,4': axis 'rows' needs a number, or rows=N"),
         ("=4", "rows", (), "axis 'rows' needs a number, or rows=N"),
         ("rows=3,rows=4", "rows", (), "names an axis twice"),
         ("rows=-3", "rows", (), "lengths are 0 to"),
@@ -373,7 +373,7 @@ def test_a_length_without_its_axis_is_refused(text, axis, known, message: str):
 @pytest.mark.parametrize("command", ["explain call", "check"])
 def test_commands_know_which_axes_a_length_may_name(command: str):
     shown = cli(*command.split(), "tokens: ring=2", "--length", "token=64", code=1)
-    assert "length 'token=64': no axis 'token'; did you mean 'tokens'?" in shown
+    assert "--length 'token=64': no axis 'token'; did you mean 'tokens'?" in shown
 
 
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])

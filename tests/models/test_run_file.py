@@ -44,7 +44,6 @@ def test_a_gradient_that_is_never_clipped_reads_back_as_that(tmp_path):
         ("length={rows=[4, 9]}", {"length": {"rows": (4, 9), "features": (3, 10)}}),
         ("gradients=ddp", {"gradients": "ddp"}),
         ("betas=[0.8, 0.99]", {"betas": (0.8, 0.99)}),
-        ("evaluate_every = 10", {"evaluate_every": 10}),
     ],
 )
 def test_a_setting_changes_one_key(setting: str, wanted: dict):

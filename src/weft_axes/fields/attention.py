@@ -221,7 +221,10 @@ def _over_split(
             every = [[*goals[p.index][:-2], whole(p.shape[-2]), p.dims[-1]] for p in (key, value)]
             pairs = zip((k, v), (key, value), every)
             k, v = (placed_like(x, goals[p.index], to, region) for x, p, to in pairs)
-            own = placed_like(given, goals[attn_mask.index], _of_rows(attn_mask, sides[0]), region)
+            goal = [whole(n) for n in attn_mask.shape]
+            if attn_mask.ndim > 1 and attn_mask.shape[-2] != 1:
+                goal[-2] = sides[0]
+            own = placed_like(given, goals[attn_mask.index], goal, region)
             y = F.scaled_dot_product_attention(q, k, v, own, scale=scale)
             return placed_like(y, out, settled, region)
         if stored is not None:
@@ -252,11 +255,6 @@ def hides_rows(mask: Tensor, dtype: torch.dtype) -> bool:
         top = mask.detach().amax(-1) if mask.shape[-1] else mask.new_zeros(())
         known = _HIDES[mask] = state, bool(((top < low) & top.isfinite()).any())
     return known[1]
-
-
-def _of_rows(mask: Part, rows: Dim) -> list[Dim]:
-    """The dims of a mask whose rows, if it has any, are placed as queries are."""
-    return [rows if d == mask.ndim - 2 and n != 1 else whole(n) for d, n in enumerate(mask.shape)]
 
 
 def _is_of_keys(mask: Part, query: Part, m: int) -> bool:

@@ -282,22 +282,3 @@ class _Widened(torch.autograd.Function):
         for axis in ctx.axes:
             grad = gathered_chunks(grad, axis, ctx.region, "sum").sum(0)
         return grad, None, None
-
-
-__all__ = [
-    "around",
-    "at_spans",
-    "bring",
-    "broadcasts",
-    "entered",
-    "gathered_chunks",
-    "gathered_dim",
-    "is_made_whole",
-    "of_shares",
-    "own_part",
-    "placed_like",
-    "sharing_more",
-    "summed",
-    "take_positions",
-    "whole_tensor",
-]

@@ -437,7 +437,9 @@ def refuse_routed_axis(layout: Layout, axis: str) -> None:
         )
 
 
-def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
+def lengths_of(
+    text: str, axis: str, known: Collection[str] = (), option: str = "--length"
+) -> tuple[int, ...]:
     """Global length per attended axis of `--length`: a number, or `axis=number` of several axes.
 
     A number alone is about that of several axes together.
@@ -450,7 +452,7 @@ def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, 
     axes = axis.split("+")
     each = ",".join(f"{name}=N" for name in axes)
     want = each if len(axes) > 1 else f"a number, or {each}"
-    wanted = ShapeError(f"length {shown(text)}: axis {axis!r} needs {want}")
+    wanted = ShapeError(f"{option} {shown(text)}: axis {axis!r} needs {want}")
     try:
         if "=" in text:
             pairs = [part.split("=") for part in text.split(",")]
@@ -464,15 +466,15 @@ def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, 
     strange = [name for name in named if known and name not in {*known, *axes}]
     if strange:
         raise ShapeError(
-            f"length {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
+            f"{option} {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
         )
     if len(pairs) > len(named):
-        raise ShapeError(f"length {shown(text)} names an axis twice")
+        raise ShapeError(f"{option} {shown(text)} names an axis twice")
     if not named.keys() >= set(axes):
         raise wanted
     lengths = tuple(named[name] for name in axes)
     if min(lengths) < 0 or math.prod(lengths) > MOST_TOKENS:
-        raise ShapeError(f"length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
+        raise ShapeError(f"{option} {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
     return lengths
 
 

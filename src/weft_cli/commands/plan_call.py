@@ -58,7 +58,7 @@ def call(
         weft plan call --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
     """
     machine = Hardware.load(hardware)
-    lengths = options.lengths_of(tokens, "tokens", ("tokens",))
+    lengths = options.lengths_of(tokens, "tokens", ("tokens",), "--tokens")
     if not min(lengths):
         raise ShapeError(f"--tokens {shown(tokens)}: a plan needs 1 token or more")
     problem = options.problem_of(

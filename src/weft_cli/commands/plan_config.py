@@ -141,7 +141,7 @@ def config(
 
 
 def _tokens_of(text: str) -> int:
-    (tokens,) = options.lengths_of(text, "tokens", ("tokens",))
+    (tokens,) = options.lengths_of(text, "tokens", ("tokens",), "--tokens")
     if tokens < 2:
         raise ShapeError(f"--tokens {shown(text)}: a row to train on has 2 tokens or more")
     return tokens
