@@ -422,7 +422,8 @@ def page(rows: list[Row]) -> str:
         "the second with the cache that the first gives by default; packed rows: documents by "
         "`position_ids` that start anew, with `use_cache=False`; generate: eight tokens, greedily. "
         '"equal": to one device, to rounding in fp32. "equal, whole": so, and every rank computed '
-        'all of the call. "none": one device has no such use of the model. Empty: not tried.',
+        'all of the call. "none": one device has no such use of the model. Empty: not tried. '
+        "inkling_text: the gradient of a router's scale, which rounds so on one device, too.",
     ]
     for kind in KINDS:
         mine = [row for row in rows if row.kind == kind]
