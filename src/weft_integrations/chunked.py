@@ -39,19 +39,8 @@ def on_chunks(
     """
     found: list[tuple[Field, int]] = []
 
-    def local(x: Any) -> Any:
-        if isinstance(x, list | tuple) and type(x) in (list, tuple):
-            return type(x)(map(local, x))
-        if not isinstance(x, Field):
-            return x
-        d = split_at(x, axis)
-        if d is not None:
-            found.append((x, d))
-            return own_chunk(x, axis, d)
-        return _whole(x)
-
-    given = [local(x) for x in args]  # before those by name
-    result = run(*given, **{k: local(v) for k, v in kwargs.items()})
+    given = [_local(x, axis, found) for x in args]  # before those by name
+    result = run(*given, **{k: _local(v, axis, found) for k, v in kwargs.items()})
     if not found:
         return result
     like, dim = found[0]
@@ -66,6 +55,19 @@ def on_chunks(
     if type(result) is tuple:
         return (*map(back, result[:results]), *result[results:])
     return back(result)
+
+
+def _local(x: Any, axis: str, found: list[tuple[Field, int]]) -> Any:
+    """This rank's chunk of a field, which is noted; no closure, whose cycle would hold fields."""
+    if isinstance(x, list | tuple) and type(x) in (list, tuple):
+        return type(x)([_local(v, axis, found) for v in x])
+    if not isinstance(x, Field):
+        return x
+    d = split_at(x, axis)
+    if d is None:
+        return _whole(x)
+    found.append((x, d))
+    return own_chunk(x, axis, d)
 
 
 def _whole(x: Field) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from weft import Field, Layout, ShapeError, UnsupportedError
 from weft_axes.fields import run as running
+from weft_integrations.chunked import on_chunks
 
 LAYOUTS = (
     "tokens(zigzag): ring=2",
@@ -869,3 +872,20 @@ def test_a_function_in_the_place_of_torchs_is_refused(monkeypatch):
 
     with pytest.raises(UnsupportedError, match=r"softmax is <function .* not torch's"):
         weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+def test_engines_on_chunks_hold_no_field_when_they_are_done():
+    """A closure that calls itself would, until Python looks for cycles: memory of every layer."""
+
+    def rank(layout: Layout) -> bool:
+        field = Field.distribute(torch.ones(1, 6, 2), layout, {"tokens": 1})
+        held = weakref.ref(field)
+        on_chunks(lambda x: x[0] * 2, "tokens", ([field],), {})
+        del field
+        return held() is None
+
+    gc.disable()
+    try:
+        assert all(weft.on_threads(Layout.parse("tokens: ring=2"), rank))
+    finally:
+        gc.enable()
