@@ -88,7 +88,6 @@ def test_experts_behind_layers_without_any_are_counted(kind, more):
 BY_CHANCE = {"inkling2_text": 1e-4, "longcat_flash": 0.05}
 #: Mixtures that are not planned, and why.
 NOT_PLANNED = {
-    "dbrx": "lie in memory",  # of an expert that nobody chooses
     "phimoe": "torch.autograd.Function",  # in training
     "jetmoe": "does not support activation checkpointing",
     "dots3_note_text": "per-layer attribute",
