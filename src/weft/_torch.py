@@ -552,14 +552,14 @@ def _onednn_linear() -> Callable | None:
     return op.default if has_avx512 and op is not None else None
 
 
-def part_of(t: Tensor) -> Tensor:
+def part_in_memory(t: Tensor) -> Tensor:
     """A rank's part of a field, which has memory; another tensor as it is."""
     return getattr(t, "_local", t)
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:
     """The memory behind a tensor: a number that tells it from any other, and its bytes."""
-    storage = part_of(t).untyped_storage()
+    storage = part_in_memory(t).untyped_storage()
     return storage._cdata, storage.nbytes()
 
 

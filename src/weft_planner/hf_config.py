@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from weft._torch import TorchDispatchMode, local_scalar, memory_of, one_hot, part_of
+from weft._torch import TorchDispatchMode, local_scalar, memory_of, one_hot, part_in_memory
 from weft.errors import UnsupportedError, shown
 
 from .config_file import few_modules, of_transformers, read_config
@@ -279,7 +279,11 @@ class _NoNumbers(TorchDispatchMode):
         given = args[0] if args else None
         if isinstance(given, Tensor) and given.is_meta:
             if func is local_scalar:
-                place = part_of(given).storage_offset() if memory_of(given)[0] in self.places else 0
+                place = (
+                    part_in_memory(given).storage_offset()
+                    if memory_of(given)[0] in self.places
+                    else 0
+                )
                 return torch.tensor(place, dtype=given.dtype).item()
             if func is torch.ops.aten.nonzero.default:
                 found = -(-given.numel() // self.classes.get(memory_of(given)[0], 1))
@@ -291,7 +295,9 @@ class _NoNumbers(TorchDispatchMode):
     def _remembered(t: Tensor, known: dict[int, int], number: int) -> Tensor:
         memory, _ = memory_of(t)
         known[memory] = number
-        weakref.finalize(part_of(t).untyped_storage(), known.pop, memory, None).atexit = False
+        weakref.finalize(
+            part_in_memory(t).untyped_storage(), known.pop, memory, None
+        ).atexit = False
         return t
 
 

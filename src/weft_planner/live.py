@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from weft._torch import TorchDispatchMode, grouped_mm, memory_of, part_of
+from weft._torch import TorchDispatchMode, grouped_mm, memory_of, part_in_memory
 from weft.comm.consistency import local_tensor
 from weft.errors import UnsupportedError
 from weft_integrations.common import tensors_in
@@ -94,7 +94,7 @@ class Live(TorchDispatchMode):
         if memory in self._alive or memory in self._ignored or not nbytes:
             return
         self._alive[memory] = nbytes
-        weakref.finalize(part_of(t).untyped_storage(), self._gone, memory).atexit = False
+        weakref.finalize(part_in_memory(t).untyped_storage(), self._gone, memory).atexit = False
         self.now += nbytes
         place = f"{self.phase}: {name}"
         self.peaks[place] = max(self.now, self.peaks.get(place, 0))
