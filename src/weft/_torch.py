@@ -481,8 +481,8 @@ def dtensor_chunk(t: DTensor) -> tuple[int, ...]:
 
 
 def version(t: Tensor) -> int:
-    """The number of times that a tensor was written in place."""
-    return t._version
+    """The number of times that a tensor was written in place; 0 where torch does not count."""
+    return 0 if t.is_inference() else t._version
 
 
 def backward_pass() -> int:

@@ -137,11 +137,13 @@ class Entered:
         if not grad.is_meta:
             self.begun_now().append(_arriving(grad))
 
-    def meet(self, t: Tensor) -> None:
+    def meet(self, t: Tensor) -> bool:
         """Take a plain tensor that outputs met into the comparison of this or the next pass."""
-        if not (self.inside() or isinstance(t, nn.Parameter) or t.is_complex()) and has_numbers(t):
-            met = self.met if backward_pass() < 0 else self.begun_now()
-            met.append(_arriving(t) if t.is_floating_point() else _mark(t))
+        if self.inside() or isinstance(t, nn.Parameter) or t.is_complex() or not has_numbers(t):
+            return False
+        met = self.met if backward_pass() < 0 else self.begun_now()
+        met.append(_arriving(t) if t.is_floating_point() else _mark(t))
+        return True
 
     def take(self, number: int) -> Callable[[], GroupState]:
         """The state to compare of a backward pass, once it has arrived."""

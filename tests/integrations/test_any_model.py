@@ -790,6 +790,7 @@ OTHER_LOSS: dict[str, Callable[[Any, bool], Any]] = {
     ),
     "weights of tokens": lambda y, other: (y * torch.linspace(0, 1 + other, 7)[:, None]).sum(),
     "a factor": lambda y, other: y.square().mean() * (1.1 if other else 1.0),
+    "a part": lambda y, other: y.mean() * y.detach().mean((0, 1))[4 * other : 4 * other + 4].sum(),
 }
 
 
@@ -807,6 +808,23 @@ def test_ranks_with_other_losses_are_refused_by_the_end_of_backward(name, output
     weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, False))
     with pytest.raises(ShapeError, match=r"same on every rank|differ between"):
         weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, True))
+
+
+@pytest.mark.parametrize("output", ["whole", "field"])
+def test_ranks_may_take_other_parts_of_the_same_numbers(output):
+    """As trainers take the part of their process of what all gathered."""
+    model, x = Part(), torch.randn(4, 7, 8)
+
+    def rank(layout: Layout) -> Tensor:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1}, output=output)
+        y, first = split(x), 4 * layout.rank
+        gathered = (y.detach() * 0).sum((0, 1)) + 2
+        (y.square().mean() * gathered[first : first + 4].sum()).backward()
+        layout.sync_gradients(split)
+        return split.w.grad
+
+    one, two = weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+    assert torch.equal(one, two)
 
 
 def test_gradients_that_hardly_differ_are_a_warning():

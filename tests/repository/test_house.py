@@ -300,7 +300,7 @@ BUDGET = {
     "src/weft_planner": 3_080,
     "src/weft_proof": 980,
     "src/weft_cli": 3_690,
-    "tests": 40_170,
+    "tests": 40_180,
     "benchmarks": 8_950,
 }
 

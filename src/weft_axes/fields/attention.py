@@ -213,11 +213,8 @@ def _over_split(
         before, n = q.shape[:-2], q.shape[-2]
         seen, length, bias = mask, lengths, None
         given: Any = None if attn_mask is None else t[attn_mask.index]
-        if (
-            attn_mask is not None
-            and attn_mask.dtype.is_floating_point
-            and hides_rows(given, q.dtype)
-        ):
+        if given is not None and given.is_floating_point() and hides_rows(given, q.dtype):
+            assert attn_mask is not None
             every = [[*goals[p.index][:-2], whole(p.shape[-2]), p.dims[-1]] for p in (key, value)]
             pairs = zip((k, v), (key, value), every)
             k, v = (placed_like(x, goals[p.index], to, region) for x, p, to in pairs)

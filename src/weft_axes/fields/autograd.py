@@ -139,11 +139,11 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
     region = next(x._region for x in (*groups[0], *groups[1]) if isinstance(x, Field))
 
     def of_all(g: Tensor | None, x: Tensor) -> Tensor | None:
-        if g is None or (is_made_whole(x) and not isinstance(x, Field)):
-            return g
-        return (
-            _whole_gradient(g, x._place) if isinstance(x, Field) else _added(g, (), region)
-        )  # of a weight ranks have shares
+        if g is None:
+            return None
+        if isinstance(x, Field):
+            return _whole_gradient(g, x._place)
+        return g if is_made_whole(x) else _added(g, (), region)  # of a weight ranks have shares
 
     return tuple(map(of_all, found, groups[1]))
 

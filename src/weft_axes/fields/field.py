@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
 
-from weft._torch import OF_UNPACKED, as_torch_does, make_wrapper
+from weft._torch import OF_UNPACKED, as_torch_does, make_wrapper, version
 from weft._uploads import uploaded
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -271,21 +271,17 @@ class Copied:
     """What a field was copied of, where torch has a view of it."""
 
     def __init__(self, what: str, base: Tensor) -> None:
-        self.what, self.base, self.version = what, weakref.ref(base), version_of(base)
+        self.what, self.base, self.version = what, weakref.ref(base), version(base)
 
     def check(self) -> None:
         """Raise if what it was copied of has been written since."""
         base = self.base()
-        if base is not None and version_of(base) != self.version:
+        if base is not None and version(base) != self.version:
             raise UnsupportedError(
                 f"{self.what} of a weft.Field is a copy, as positions moved between ranks, and what"
                 " it was copied of has been written since: torch's would have changed with it; take"
                 " it again after the write"
             )
-
-
-def version_of(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def _check_plain(subject: str, x: object) -> None:

@@ -38,8 +38,9 @@ class FieldRegion:
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
-        #: is told of plain tensors that fields meet, and how a loss was made that goes backward
-        self.watch: Callable[[Tensor], None] | None = None
+        #: is told of plain tensors that fields meet, and how a loss was made that goes backward;
+        #: says whether ranks will compare it
+        self.watch: Callable[[Tensor], bool] | None = None
         #: the function that exchanges, for people
         self.function = ""
 

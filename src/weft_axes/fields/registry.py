@@ -428,6 +428,8 @@ class KeptRecipe:
         if recipe.writes and out is not None and self.results[0].place.dims != parts[0].dims:
             self.back = self.results[0].place.dims, parts[0].dims
         self.has_plain = not all(p.is_field for p in parts)
+        #: whether it takes a part of what every rank has
+        self.takes = name.endswith("__getitem__") and not any(map(is_split_dim, parts[0].dims))
         #: whether there is one result, which is placed as it is
         first = self.results[0]
         placed = first.place is not None and first.is_known and not (first.copies or first.is_base)
@@ -465,6 +467,9 @@ class KeptRecipe:
         region.trail = trail = hash((self.digest, *trails))
         region.function = self.name
         result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
+        watch = region.watch if self.takes and not result.requires_grad else None
+        if watch is not None and watch(result):  # ranks may take other parts of the same numbers
+            trail = hash((number_of(f"{self.name} {tuple(result.shape)}"), *trails))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
         if self.is_simple and type(result) is Tensor and self._is_known(result, locals_, tensors):

@@ -21,6 +21,7 @@ from weft._torch import (
     kept_outside_graphs,
     past_classes,
     shares_storage,
+    version,
 )
 from weft.comm.once_differentiable import transformed
 from weft.comm.threads import ThreadTransport
@@ -41,7 +42,7 @@ from . import (  # noqa: F401 (they register their rules)
 )
 from .dims import is_split_dim, text_of, whole
 from .draws import state_on
-from .field import _GRAPH, OF_FUNCTION, Field, version_of
+from .field import _GRAPH, OF_FUNCTION, Field
 from .place import FieldRegion
 from .positions import POSITIONWISE
 from .registry import (
@@ -335,12 +336,12 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
                 stacklevel=2,
             )
         t = [t[0].clone(), *t[1:]] if of_field else t
-        before = [version_of(t[i]) for i in brought]
+        before = [version(t[i]) for i in brought]
         state = None if drawn or by_threads else state_on(t[at].device)
         result = inner.run(t)
         if state is not None and not torch.equal(state, state_on(t[at].device)):
             raise UnsupportedError(f"{name} draws random numbers that ranks cannot compare")
-        if before != [version_of(t[i]) for i in brought]:
+        if before != [version(t[i]) for i in brought]:
             raise UnsupportedError(
                 f"{name} writes into a weft.Field that it is given, of which every rank has a copy:"
                 " give it a plain tensor"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft._torch import version
 from weft.choice import ChosenKeys
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
@@ -105,7 +106,7 @@ class ModelCall:
     def history(self, mask: Field) -> tuple[int, ...]:
         """How a mask was made; torch counts what is written through views, of which it has none."""
         locals_ = (x._local for x in (mask, self.given) if x is not None)
-        return mask._trail, *mask.shape, *(0 if t.is_inference() else t._version for t in locals_)
+        return mask._trail, *mask.shape, *map(version, locals_)
 
     def sharded(
         self,
