@@ -559,7 +559,7 @@ def part_in_memory(t: Tensor) -> Tensor:
 
 def memory_of(t: Tensor) -> tuple[int, int]:
     """The memory behind a tensor: a number that tells it from any other, and its bytes."""
-    storage = part_in_memory(t).untyped_storage()
+    storage = t.untyped_storage()
     return storage._cdata, storage.nbytes()
 
 

@@ -281,19 +281,21 @@ class _NoNumbers(TorchDispatchMode):
             if func is local_scalar:
                 place = (
                     part_in_memory(given).storage_offset()
-                    if memory_of(given)[0] in self.places
+                    if memory_of(part_in_memory(given))[0] in self.places
                     else 0
                 )
                 return torch.tensor(place, dtype=given.dtype).item()
             if func is torch.ops.aten.nonzero.default:
-                found = -(-given.numel() // self.classes.get(memory_of(given)[0], 1))
+                found = -(
+                    -given.numel() // self.classes.get(memory_of(part_in_memory(given))[0], 1)
+                )
                 out = given.new_empty(found, given.dim(), dtype=torch.long)
                 return self._remembered(out, self.places, found) if given.dim() == 1 else out
         return func(*args, **(kwargs or {}))
 
     @staticmethod
     def _remembered(t: Tensor, known: dict[int, int], number: int) -> Tensor:
-        memory, _ = memory_of(t)
+        memory, _ = memory_of(part_in_memory(t))
         known[memory] = number
         weakref.finalize(
             part_in_memory(t).untyped_storage(), known.pop, memory, None

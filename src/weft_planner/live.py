@@ -47,7 +47,7 @@ class Live(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self.phase = ""  # that the caller is in
         self._held = [local_tensor(t) for t in ignored]  # or others may get their memory
-        self._ignored: Collection[int] = {memory_of(t)[0] for t in self._held}
+        self._ignored: Collection[int] = {memory_of(part_in_memory(t))[0] for t in self._held}
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -82,7 +82,7 @@ class Live(TorchDispatchMode):
         ):
             return
         given = [t for t in map(local_tensor, tensors_in(args)) if t.is_floating_point()]
-        weights = [t.dim() > 1 and memory_of(t)[0] in self._ignored for t in given]
+        weights = [t.dim() > 1 and memory_of(part_in_memory(t))[0] in self._ignored for t in given]
         if any(weights) and not all(weights):
             raise UnsupportedError(
                 f"{func}: it takes a weight {tuple(given[weights.index(True)].shape)}, and how many"
@@ -90,7 +90,7 @@ class Live(TorchDispatchMode):
             )
 
     def _see(self, t: torch.Tensor, name: str) -> None:
-        memory, nbytes = memory_of(t)
+        memory, nbytes = memory_of(part_in_memory(t))
         if memory in self._alive or memory in self._ignored or not nbytes:
             return
         self._alive[memory] = nbytes

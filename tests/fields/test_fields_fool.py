@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -479,10 +480,18 @@ def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
         torch.testing.assert_close(found, want)
 
 
+TANGENTS = threading.Lock()  # torch's levels of tangents are those of a process
+
+
+def with_tangent(x: Tensor) -> Tensor:
+    with TANGENTS:
+        return torch.func.jvp(torch.sin, (x,), (x,))[1]
+
+
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], "a transform of torch.func"),
+        (with_tangent, "a transform of torch.func"),
         (lambda x: torch.nested.as_nested_tensor([x[0], x[0, :1]]), "sparse or nested"),
         (lambda x: x.to_sparse(), "sparse or nested"),
     ],

@@ -297,10 +297,10 @@ BUDGET = {
     "src/weft_axes": 11_140,
     "src/weft_models": 4_690,
     "src/weft_integrations": 5_500,
-    "src/weft_planner": 3_080,
+    "src/weft_planner": 3_090,
     "src/weft_proof": 980,
     "src/weft_cli": 3_690,
-    "tests": 40_180,
+    "tests": 40_190,
     "benchmarks": 8_950,
 }
 
