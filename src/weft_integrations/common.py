@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -239,7 +239,7 @@ def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
             changed[key] = part
         return changed
     held = getattr(value, "__dict__", {})
-    if any(isinstance(inner, Field) for inner in held.values()):
+    if held and (is_dataclass(type(value)) or any(isinstance(v, Field) for v in held.values())):
         changed = copy.copy(value)
         changed.__dict__.update({n: in_outputs(v, change) for n, v in held.items()})
         return changed

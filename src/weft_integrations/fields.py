@@ -51,7 +51,10 @@ from .units import let_fields_through
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
-METHODS = ("forward", "encode", "decode")
+METHODS = (
+    *("forward", "encode", "decode"),
+    *("predict_stats", "forward_with_cache", "predict_stats_with_cache"),  # of TabICL
+)
 _BACKWARD = "a backward pass through the outputs of a parallelized model"
 
 
@@ -211,6 +214,11 @@ class _Calls:
         self, dim_of: Callable, names: list[str], module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
         """Before a module: whole tensors that it gets become fields."""
+        if not self.inside:
+            raise UnsupportedError(
+                f"a {type(module).__name__} of a {type(self.model).__name__} is called by itself:"
+                f" ranks compare calls of {', '.join(METHODS)} only; weft.restore(model) first"
+            )
 
         def split(place: int, name: str, x: Any) -> Any:
             dim = None if isinstance(x, Field) else dim_of(place, name, x)
