@@ -38,7 +38,8 @@ def parallelize_tabpfn(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         axis: the layout's name for the rows.
 
     Raises:
-        UnsupportedError: another architecture.
+        UnsupportedError: another architecture. In calls: chunks of `save_peak_memory_factor` of
+            which one has a single row, which is written in place; take another factor.
         DeclarationError: a layout that splits more than the rows; a model that is parallelized.
         ShapeError: on every rank, if ranks call with other shapes, numbers or weights.
 

@@ -547,16 +547,17 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
     goal = [whole(dim_size(q)) if axis in split_axes(q) else q for q in goal]
     pieces, goals = [], {}
     for i, t in enumerate(parts):
+        held = t.dims[d]
         if t.is_split(d):
-            piece = t.one_factor("concatenating", d).chunks
+            piece = t.as_one("concatenating", d)
         else:
             ranks = Held.of(t.region.layout, axis, 0, contiguous=True)
             piece = ranks.alone(_owner(parts, i, d), t.shape[d])
             if t.shape[d] >= len(ranks):
                 piece = t.region.chunks_like(axis, t.shape[d])
-        assert piece is not None
+            held = split_dim(piece)
         pieces.append(piece)
-        goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
+        goals[t.index] = [q if k != d else held for k, q in enumerate(goal)]
     goal[d] = split_dim(joined_chunks(tuple(pieces)))
     return _joining(parts, d, goal, goals)
 
@@ -577,11 +578,9 @@ def _owner(parts: Sequence[Part], i: int, d: int) -> int:
 
 
 def _holder(t: Part, d: int, position: int) -> int:
-    chunks = t.dims[d][0].chunks
-    assert chunks is not None
     return next(
         c
-        for c, spans in enumerate(chunks.spans)
+        for c, spans in enumerate(t.as_one("concatenating", d).spans)
         if any(position in range(s.start, s.start + s.count * s.step, s.step) for s in spans)
     )
 
