@@ -34,7 +34,8 @@ from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
-from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
+from weft_axes.fields.registry import OF_TWO_SUMS
+from weft_axes.gradients.sync import AVERAGED, is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
 from .common import (
@@ -43,7 +44,6 @@ from .common import (
     check_modules,
     check_not_placed,
     in_outputs,
-    modules_within,
     tensors_in,
 )
 from .units import let_fields_through
@@ -51,10 +51,8 @@ from .units import let_fields_through
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
-METHODS = (
-    *("forward", "encode", "decode"),
-    *("predict_stats", "forward_with_cache", "predict_stats_with_cache"),  # of TabICL
-)
+OF_TABLES = "predict_stats", "forward_with_cache", "predict_stats_with_cache"
+METHODS = "forward", "encode", "decode", *OF_TABLES
 _BACKWARD = "a backward pass through the outputs of a parallelized model"
 
 
@@ -208,6 +206,8 @@ class _Calls:
             if callable(getattr(model, name, None)):
                 self.wrap(name, placed)
         placed.put_on(model)
+        setattr(model, AVERAGED, False)
+        placed.steps.append(lambda: delattr(model, AVERAGED))
         return model
 
     def enter(
@@ -328,6 +328,8 @@ class _Calls:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self._split(name, v) for v in value)
         if not isinstance(value, Tensor) or isinstance(value, Field):
+            if isinstance(value, Field) and value._region.averaged:
+                raise UnsupportedError(f"{type(self.model).__name__} gets {OF_TWO_SUMS}")
             return value
         least = max((-d if d < 0 else d + 1) for d in self.dims.values()) if self.named else 4
         chosen = value.dim() >= least and (self.named or value.is_floating_point())
@@ -346,7 +348,7 @@ class _Calls:
         bound = self.layout.bound
         mine = {bound.world_ranks[r] for r in bound.ranks_along(self.mesh_dims)}
         averages = not is_averaged(self.model)
-        for unit in filter(is_fsdp, modules_within(self.model)):
+        for unit in filter(is_fsdp, self.model.modules()):
             let_fields_through(unit)
             for ranks, factor in fsdp_groups(unit):
                 if not mine <= {*ranks}:

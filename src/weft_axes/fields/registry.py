@@ -34,6 +34,10 @@ from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
 from .place import FieldRegion, region_of
 
+OF_TWO_SUMS = (
+    "weft.Fields of a transformers model, whose gradients are averaged over ranks, where gradients"
+    " are added up, as of other models, or the other way: pass full_tensor() of them"
+)
 #: Numbers that a question about tensors of which some have none may be asked with.
 _FEW = 1 << 16
 RULES: dict[Any, Callable] = {}
@@ -639,6 +643,9 @@ def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
             )
     if all(x._region is first for x in fields):
         return first
+    averaged = any(x._region.averaged for x in fields)
+    if averaged and any(x.requires_grad and not x._region.averaged for x in fields):
+        raise UnsupportedError(f"{name} gets {OF_TWO_SUMS}")
     report = next((x._region.whole for x in fields if x._region.whole is not None), None)
     axes = (a for x in fields for a in x._region.axes)
-    return region_of(first.layout, axes, report, any(x._region.averaged for x in fields))
+    return region_of(first.layout, axes, report, averaged)

@@ -28,10 +28,11 @@ from weft.plan.call import reach
 from weft.plan.held import Held
 from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, cut
+from weft_axes.fields.registry import OF_TWO_SUMS
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import check_modules, in_outputs, modules_within, named_arguments
+from ..common import check_modules, in_outputs, named_arguments
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -236,7 +237,7 @@ class Calls:
             self._warn(call.unsplit)
         elif not call.held:
             scope.enter_context(self._same_numbers())
-            for unit in filter(is_fsdp, modules_within(model)):
+            for unit in filter(is_fsdp, model.modules()):
                 let_fields_through(unit)
             # There may have been other calls of the model by then.
             scope.enter_context(recomputed_within(model, lambda: during(call)))
@@ -456,6 +457,8 @@ class Calls:
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:
+        if isinstance(value, Field) and value.requires_grad and not value._region.averaged:
+            raise UnsupportedError(f"{name} is {OF_TWO_SUMS}")
         if not isinstance(value, Tensor) or isinstance(value, Field) or value.dim() < 2:
             return value
         if name.startswith(OTHER_INPUTS) or (name == "labels" and not self.stacks):
