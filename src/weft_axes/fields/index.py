@@ -171,7 +171,10 @@ def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple
     """The positions that an index asks for, on every rank, and the index among them."""
     chunks = dim[0].chunks
     assert chunks is not None
-    asked, inner = i.unique(return_inverse=True)
+    if i.is_meta:  # which has no numbers: the first positions, as many as it may ask for
+        asked, inner = torch.arange(min(i.numel(), chunks.length)), i
+    else:
+        asked, inner = i.unique(return_inverse=True)
     wanted: Spans = join(Span(p, 1) for p in asked.tolist())
     return take_positions(t, d, chunks, (wanted,) * len(chunks.spans), region, "index"), inner
 
