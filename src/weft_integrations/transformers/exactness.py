@@ -304,8 +304,7 @@ def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
     else:
         raise UnsupportedError(f"{type(model).__name__} takes no input_ids: give a call, batch=")
     labels = ids(length)
-    classes = getattr(model.config, "num_labels", 2) or 2
-    each = labels, labels % classes, torch.zeros(1, dtype=torch.long)
+    each = labels, labels % (getattr(model.config, "num_labels", 2) or 2), torch.zeros(1).long()
     calls = [call | {"labels": t.to(device)} for t in each] if "labels" in names else []
     call = call | ({"decoder_input_ids": labels} if stacks else {})
     return [*calls, call]
