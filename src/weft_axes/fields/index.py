@@ -171,7 +171,8 @@ def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple
     """The positions that an index asks for, on every rank, and the index among them."""
     chunks = dim[0].chunks
     assert chunks is not None
-    asked, inner = i.unique(return_inverse=True)
+    few = torch.arange(min(i.numel(), chunks.length)), i  # of no numbers: the first positions
+    asked, inner = few if i.is_meta else i.unique(return_inverse=True)
     wanted: Spans = join(Span(p, 1) for p in asked.tolist())
     return take_positions(t, d, chunks, (wanted,) * len(chunks.spans), region, "index"), inner
 
@@ -180,10 +181,9 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
     """Entries where a mask holds: each stays on its rank, and the new dim is split as they are."""
     _check_mask(x, mask, 0)
     look, k = FieldsAtHand("indexing with a mask", x, mask), mask.dim()
-    lead = broadcast([dims_of(x)[:k], dims_of(mask)])
-    rest = once_split([*lead, *dims_of(x)[k:]])
-    lead, rest = rest[:k], rest[k:]
-    m, t = look.placed(mask.bool(), lead), look.placed(x, [*lead, *rest])
+    dims = once_split([*broadcast([dims_of(x)[:k], dims_of(mask)]), *dims_of(x)[k:]])
+    lead, rest = dims[:k], dims[k:]
+    m, t = look.placed(mask.bool(), lead), look.placed(x, dims)
     split = [d for d, q in enumerate(lead) if is_split_dim(q)]
     if not split:
         return look.field(t[m], [whole(int(m.sum())), *rest])
