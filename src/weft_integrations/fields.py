@@ -34,7 +34,6 @@ from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
-from weft_axes.fields.registry import OF_TWO_SUMS
 from weft_axes.gradients.sync import AVERAGED, is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
@@ -327,9 +326,9 @@ class _Calls:
     def _split(self, name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self._split(name, v) for v in value)
+        if isinstance(value, Field) and value._region.averaged:
+            value = value.full_tensor()  # of a transformers model: its gradients have another sum
         if not isinstance(value, Tensor) or isinstance(value, Field):
-            if isinstance(value, Field) and value._region.averaged:
-                raise UnsupportedError(f"{type(self.model).__name__} gets {OF_TWO_SUMS}")
             return value
         least = max((-d if d < 0 else d + 1) for d in self.dims.values()) if self.named else 4
         chosen = value.dim() >= least and (self.named or value.is_floating_point())

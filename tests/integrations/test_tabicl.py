@@ -165,7 +165,7 @@ def test_a_table_of_fewer_rows_than_ranks():
 
 def test_a_part_called_by_itself_is_refused():
     model = parallelize(build(), Layout.single())
-    with pytest.raises(UnsupportedError, match="of a TabICL is called by itself.*predict_stats"):
+    with pytest.raises(UnsupportedError, match=r"TabICL is called by itself.*predict_stats"):
         model.col_embedder(*draw()[:2])
 
 

@@ -34,10 +34,6 @@ from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
 from .place import FieldRegion, region_of
 
-OF_TWO_SUMS = (
-    "weft.Fields of a transformers model, whose gradients are averaged over ranks, where gradients"
-    " are added up, as of other models, or the other way: pass full_tensor() of them"
-)
 #: Numbers that a question about tensors of which some have none may be asked with.
 _FEW = 1 << 16
 RULES: dict[Any, Callable] = {}
@@ -669,7 +665,10 @@ def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
         return first
     averaged = any(x._region.averaged for x in fields)
     if averaged and any(x.requires_grad and not x._region.averaged for x in fields):
-        raise UnsupportedError(f"{name} gets {OF_TWO_SUMS}")
+        raise UnsupportedError(
+            f"{name} gets weft.Fields of a transformers model, whose gradients are averaged over"
+            " ranks, and of another, whose gradients are added up: pass full_tensor() of one"
+        )
     report = next((x._region.whole for x in fields if x._region.whole is not None), None)
     axes = (a for x in fields for a in x._region.axes)
     return region_of(first.layout, axes, report, averaged)

@@ -517,8 +517,7 @@ def roll(x: Part, shifts: Any, dims: Any = ()) -> Recipe:
 
 
 @rule(*both("cat", "concat", "concatenate"))
-def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any) -> Recipe:
-    dim = named.get("axis", dim)
+def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None) -> Recipe:
     parts = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or list(tensors)[:1]
     d = at(dim, parts[0].ndim)
     axes = {axis for t in parts for axis in split_axes(t.dims[d])}

@@ -28,7 +28,6 @@ from weft.plan.call import reach
 from weft.plan.held import Held
 from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, cut
-from weft_axes.fields.registry import OF_TWO_SUMS
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
@@ -457,8 +456,6 @@ class Calls:
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:
-        if isinstance(value, Field) and value.requires_grad and not value._region.averaged:
-            raise UnsupportedError(f"{name} is {OF_TWO_SUMS}")
         if not isinstance(value, Tensor) or isinstance(value, Field) or value.dim() < 2:
             return value
         if name.startswith(OTHER_INPUTS) or (name == "labels" and not self.stacks):
