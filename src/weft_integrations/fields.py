@@ -20,13 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weft._torch import (
-    active_ddp,
-    fsdp_groups,
-    in_transform,
-    is_fsdp,
-    outside_graphs,
-)
+from weft._torch import active_ddp, fsdp_groups, in_transform, is_fsdp, outside_graphs
 from weft.comm.once_differentiable import transformed
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -37,14 +31,7 @@ from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_island
 from weft_axes.gradients.sync import AVERAGED, is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
-from .common import (
-    OF_RANKS,
-    Parallelized,
-    check_modules,
-    check_not_placed,
-    in_outputs,
-    tensors_in,
-)
+from .common import OF_RANKS, Parallelized, check_modules, check_not_placed, in_outputs, tensors_in
 from .units import let_fields_through
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
