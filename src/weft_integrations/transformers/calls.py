@@ -319,7 +319,7 @@ class Calls:
         cache, absent = self._new_cache(kwargs, module) if keeps else (None, "")
         local = dict(kwargs) if cache is None else _without_cache(kwargs)
         try:
-            call, local = self._split(local, module)
+            call, local = self._split(local, module, cached=cache is not None)
             if cache is not None:
                 call.cache = cache
                 local |= {cache_name(module): cache, "use_cache": True}
@@ -372,7 +372,7 @@ class Calls:
         if past and (refused.foreign(kwargs) or not self._cut_past(held, cache, local)):
             return held, kwargs
         try:
-            call, local = self._split(local, module, past)
+            call, local = self._split(local, module, past, cached=True)
         except UnsupportedError as error:
             few = str(error).startswith("few tokens")  # as short prompts may have
             held.unsplit = "" if few else str(error)
@@ -380,7 +380,9 @@ class Calls:
         call.cache, call.past, call.padding = cache, past, held.padding
         return call, local | {name: cache, "use_cache": True}
 
-    def _split(self, kwargs: dict, module: Foreign, past: int = 0) -> tuple[ModelCall, dict]:
+    def _split(
+        self, kwargs: dict, module: Foreign, past: int = 0, cached: bool = False
+    ) -> tuple[ModelCall, dict]:
         """A call whose tokens are split, of arguments without those of a cache."""
         refused.arguments(kwargs, module)
         dims, share = self.layout.shard_dims(self.axis), 1 / self.layout.size(self.axis)
@@ -413,6 +415,8 @@ class Calls:
             )
         if self.attends_by_itself and (facts.documents is not None or facts.by_positions):
             raise UnsupportedError("documents packed in a row: the model makes masks by itself")
+        if cached and facts.padding is not None:
+            padding_mask(facts.padding)
         self._check_padding(kwargs, module)
         refused.padding_of_choices(self.choosers, facts)
         if self.recurrent:
