@@ -67,6 +67,14 @@ MODELS = {
             **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         )
     ),
+    # Attends to the keys of a cache by itself: every rank computes all of it.
+    "git": lambda: hf.GitForCausalLM(
+        hf.GitConfig(
+            **SIZES,
+            vision_config=dict.fromkeys(("hidden_size", "image_size", "patch_size"), 8)
+            | dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1),
+        )
+    ),
 }
 RING = Layout.parse("tokens(zigzag): ring=2")
 LAYOUTS = {

@@ -118,6 +118,12 @@ def test_a_position_0_within_a_row_starts_a_recurrence_anew():
     assert off < EXACT, which
 
 
+def test_recurrent_layers_without_attention_take_their_own_positions():
+    model = build("recurrent_gemma", block_types=("recurrent",), use_cache=False)
+    off, which = on_layout(model, "tokens: ring=3", ids()).off(one_device(model, ids()))
+    assert off < EXACT, which
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
 def test_states_go_on_where_position_ids_start_anew(family):
     """transformers keeps such documents apart in attention alone; `cu_seq_lens_q` stop states."""
