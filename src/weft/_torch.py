@@ -171,9 +171,12 @@ def compiler_around() -> Callable[[Callable], Callable] | None:
 
 def compiled_method(module: torch.nn.Module) -> str:
     """The attribute of a module that `torch.compile` made: its call or its `forward`, or none."""
-    marks = {"_torchdynamo_inline", "_torchdynamo_orig_callable"}  # scripts have the first alone
-    found = ((n, vars(module).get(n)) for n in ("_compiled_call_impl", "forward"))
-    return next((n for n, call in found if marks <= getattr(call, "__dict__", {}).keys()), "")
+    own = vars(module)
+    for name in ("_compiled_call_impl", "forward"):
+        held = getattr(own.get(name), "__dict__", ())
+        if "_torchdynamo_inline" in held and "_torchdynamo_orig_callable" in held:
+            return name  # scripts have the first alone
+    return ""
 
 
 def compiler_of(call: Any) -> tuple[Any, Callable, bool]:

@@ -24,9 +24,7 @@ def of_chunk(local: Tensor, like: Field, axis: str, dim: int, length: int) -> Fi
     region, dims = like._region, [whole(n) for n in local.shape]
     if length != 1 and axis in region.axes:
         dims[dim] = split_dim(region.chunks(axis, length))
-    made = Field(local, region.place(dims))
-    made._trail = like._trail
-    return made
+    return Field(local, region.place(dims), like._trail)
 
 
 def on_chunks(

@@ -34,6 +34,21 @@ OF_RANKS = (
 _SCALED_BY_TENSOR = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
 
+def modules_within(model: nn.Module) -> list[nn.Module]:
+    """A module and all within it, once: those of `modules()` without their names, which take time.
+
+    >>> len(modules_within(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))))
+    4
+    """
+    found, seen = [model], {model}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def check_not_placed(model: nn.Module) -> None:
     """Refuse a model that is on a layout already."""
     if "_weft" in model.__dict__:
@@ -72,8 +87,8 @@ class Parallelized:
 
         Modules whose graphs are to be whole, other than islands, are left to be refused.
         """
-        around, found = compiler_around(), []
-        for module in model.modules():
+        around, found, islands = compiler_around(), [], 0
+        for module in modules_within(model):
             name, own = compiled_method(module), vars(module)
             if name:
                 compiler, run, is_whole = compiler_of(own[name])
@@ -82,7 +97,6 @@ class Parallelized:
                     own[name] = run
                     found.append((module, compiler))
         inner = [*reversed(found), *([(model, around)] if around is not None else [])]
-        islands = 0
         for part, compiler in inner:
             for module in part.modules():
                 proof = vars(module).get(PROOF)
@@ -237,20 +251,24 @@ def check_modules(model: nn.Module, layout: Layout, *axes: str) -> None:
     tokens of axes that are split: it may be there since `parallelize`, so that calls ask.
     """
     split = any(layout.size(axis) > 1 for axis in axes)
-    for name, module in model.named_modules():
+
+    def name() -> str:
+        return next(name for name, m in model.named_modules() if m is module)
+
+    for module in modules_within(model):
         kind = type(module)
         if split and kind.__module__.startswith(_SCALED_BY_TENSOR):
             raise UnsupportedError(
-                f"{name} is a {kind.__module__}.{kind.__name__}, which rounds by a scale of all"
+                f"{name()} is a {kind.__module__}.{kind.__name__}, which rounds by a scale of all"
                 " tokens of a tensor: a rank would round by its own tokens only; quantize weights"
                 " alone, or by token, and parallelize the model afterwards"
             )
         if compiled_method(module):
             raise UnsupportedError(
-                f"{name or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
+                f"{name() or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
             )
-        if name and (module._backward_hooks or module._backward_pre_hooks):
+        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
             raise UnsupportedError(
-                f"{name} has a backward hook, which torch gives tensors of its own graph and no"
+                f"{name()} has a backward hook, which torch gives tensors of its own graph and no"
                 " field: hook the tensor that a forward hook gets, or weights"
             )

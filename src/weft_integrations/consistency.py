@@ -212,11 +212,14 @@ def of_call(
     rounds: Callable[[Tensor], bool] = Tensor.is_floating_point,
 ) -> Compared:
     """The state of a call with full rows: those, a few weights, at times all of them."""
-    trained = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]
+    every = [*model.parameters()]
+    trained = [p for p in every if p.requires_grad and has_numbers(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
     state = of_arguments(kwargs, heads, weights_of.due(model), rounds)
-    return replace(state, mode=_mode(model))
+    mode = f"training mode {model.training}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
+    of = f"{sum(p.requires_grad for p in every)} of {len(every)}"
+    return replace(state, mode=f"{mode}, trained weights {of}")
 
 
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
@@ -277,16 +280,6 @@ def _limit(tensor: Tensor) -> float:
     if torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
     return min(_SAME, _ULPS * eps)
-
-
-def _mode(model: nn.Module) -> str:
-    """Training mode of a call, whether it is differentiated, and the number of trained weights."""
-    trained = [p.requires_grad for p in model.parameters()]
-    gradients = "on" if torch.is_grad_enabled() else "off"
-    return (
-        f"training mode {model.training}, gradients {gradients},"
-        f" trained weights {sum(trained)} of {len(trained)}"
-    )
 
 
 def runs_ahead(tensors: Sequence[Tensor]) -> bool:

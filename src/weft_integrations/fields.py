@@ -44,6 +44,7 @@ from .common import (
     check_modules,
     check_not_placed,
     in_outputs,
+    modules_within,
     tensors_in,
 )
 from .units import let_fields_through
@@ -343,7 +344,7 @@ class _Calls:
         bound = self.layout.bound
         mine = {bound.world_ranks[r] for r in bound.ranks_along(self.mesh_dims)}
         averages = not is_averaged(self.model)
-        for unit in filter(is_fsdp, self.model.modules()):
+        for unit in filter(is_fsdp, modules_within(self.model)):
             let_fields_through(unit)
             for ranks, factor in fsdp_groups(unit):
                 if not mine <= {*ranks}:

@@ -105,7 +105,7 @@ def test_aligned_functions_are_local_and_exact_or_run_on_fields(name, line, monk
     def call(*args: Tensor) -> tuple[Tensor, ...]:
         return aligned.get(function.__name__, globals()[function.__name__])(*args)
 
-    aligned, ran, run = aligned_functions(forward), list[str](), registry.KeptRecipe.__call__
+    aligned, ran, run = aligned_functions(forward), list[str](), registry.KeptRecipe.of
 
     def change() -> None:
         ran.clear()
@@ -125,7 +125,7 @@ def test_aligned_functions_are_local_and_exact_or_run_on_fields(name, line, monk
 
     layout = Layout.parse(line)
     changed = threading.Barrier(layout.size("tokens"), change)
-    monkeypatch.setattr(registry.KeptRecipe, "__call__", counted)
+    monkeypatch.setattr(registry.KeptRecipe, "of", counted)
     found = weft.on_threads(layout, rank)
     assert (not ran) == is_local
     for one, other in zip(found[-1], globals()[function.__name__](*x)):

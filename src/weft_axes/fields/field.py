@@ -53,6 +53,7 @@ class Field(Tensor):
     Args:
         local: this rank's part; `distribute` and `from_local` make a field of what users have.
         place: which part of the tensor each rank holds.
+        trail: a digest of how it was made.
 
     >>> layout = weft.Layout.parse("height: gather=2; width: gather=2")
     >>> def blurred(layout):
@@ -77,17 +78,19 @@ class Field(Tensor):
     ndim: Any = property(lambda self: len(self._place.shape))
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: FieldPlace) -> Field:
+    def __new__(cls, local: Tensor, place: FieldPlace, trail: int = 0) -> Field:
         """The field of a rank's local tensor; for users, `from_local` checks what this takes."""
         if local.shape != place.local_shape:
             raise ShapeError(
                 f"a rank's part of a field {text_of(place.dims)} has shape"
                 f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
+        shape, strides, dtype, device = place.shape, place.strides, local.dtype, local.device
         # offset, memory format, dtype, layout, device, pinned memory, gradient
-        kind = None, None, local.dtype, strided, local.device, False, local.requires_grad
-        made = make_wrapper(cls, place.shape, place.strides, *kind)
-        made._local, made._place, made._trail = local, place, 0
+        made = make_wrapper(
+            cls, shape, strides, None, None, dtype, strided, device, False, local.requires_grad
+        )
+        made._local, made._place, made._trail = local, place, trail
         return made
 
     @property
@@ -194,8 +197,8 @@ class Field(Tensor):
 
     def _holding(self, local: Tensor) -> Field:
         """The same field with another local tensor in place of its own."""
-        made = Field(local, self._place)
-        made._trail, made._copied = self._trail, self._copied
+        made = Field(local, self._place, self._trail)
+        made._copied = self._copied
         return made
 
     @property
@@ -237,9 +240,8 @@ class Field(Tensor):
         if func is OF_UNPACKED and isinstance(args[0], Field):
             # Autograd hands out a tensor that a hook kept, such as a checkpoint's within another.
             x = args[0]
-            unpacked = Field(x._local.detach(), x._place)
+            unpacked = Field(x._local.detach(), x._place, x._trail)
             unpacked._is_unpacked = True  # autograd may say that it requires a gradient
-            unpacked._trail = x._trail
             return unpacked
         raise UnsupportedError(
             f"{func} reads a weft.Field past torch's Python functions, where a field has no"
@@ -330,12 +332,10 @@ def _chunked(
     return region, placed
 
 
-def settled(
-    local: Tensor, dims: Sequence[Dim], region: FieldRegion, strides: Sequence[int] | None = None
-) -> Field:
+def settled(local: Tensor, dims: Sequence[Dim], region: FieldRegion, trail: int = 0) -> Field:
     """The field of a local tensor; a dim of one position comes to every rank, as it broadcasts."""
     goal = settled_dims(dims)
-    return Field(placed_like(local, dims, goal, region, "position"), region.place(goal, strides))
+    return Field(placed_like(local, dims, goal, region, "position"), region.place(goal), trail)
 
 
 def settled_dims(dims: Sequence[Dim]) -> list[Dim]:

@@ -69,9 +69,7 @@ class FieldsAtHand:
 
     def field(self, t: Tensor, dims: Sequence[Dim]) -> Field:
         """The field of a result."""
-        made = settled(t, dims, self.region)
-        made._trail = self.trail
-        return made
+        return settled(t, dims, self.region, self.trail)
 
 
 def dims_of(x: Tensor) -> tuple[Dim, ...]:

@@ -59,9 +59,8 @@ def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) 
             return type(t)(map(back, t)) if isinstance(t, list | tuple) else t
         if tuple(t.shape[:n]) != here:
             raise UnsupportedError(f"{name} gave {tuple(t.shape)} of {here} rows: no island")
-        made = settled(t, [*lead, *(whole(m) for m in t.shape[n:])], look.region)
-        made._trail = look.trail
-        return made
+        dims = [*lead, *(whole(m) for m in t.shape[n:])]
+        return settled(t, dims, look.region, look.trail)
 
     return back(result)
 

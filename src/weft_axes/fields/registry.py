@@ -201,6 +201,8 @@ def on_locals(
     n = next((i for i, a in enumerate(args) if not isinstance(a, Part)), len(args))
     rest = tuple(args[n:])
     if next(parts_in(rest, named), None) is None and [a.index for a in args[:n]] == [*range(n)]:
+        if not named:
+            return Recipe(lambda t: func(*t[:n], *rest), out, goals or {})
         return Recipe(lambda t: func(*t[:n], *rest, **named), out, goals or {})
     return Recipe(lambda t: func(*filled(tuple(args), t), **filled(named, t)), out, goals or {})
 
@@ -430,13 +432,12 @@ class KeptRecipe:
         self.has_plain = not all(p.is_field for p in parts)
         #: whether it takes a part of what every rank has
         self.takes = name.endswith("__getitem__") and not any(map(is_split_dim, parts[0].dims))
-        #: whether there is one result, which is placed as it is
-        first = self.results[0]
-        placed = first.place is not None and first.is_known and not (first.copies or first.is_base)
-        self.is_simple = placed and several == [out]
+        self.run, first = recipe.run, self.results[0]
         self.base = first.base
-        #: whether local tensors are given as they are
-        self.is_plain = not (self.wider or self.moves or recipe.writes)
+        placed = first.place is not None and first.is_known and not (first.copies or first.is_base)
+        acts = self.wider or self.moves or recipe.writes or recipe.draws is not False or self.takes
+        #: the place of its result where there is nothing to do but to run it
+        self.place = first.place if placed and several == [out] and not acts else None
 
     def _result(self, dims: Any, fact: WholeResult | None) -> _Result:
         if dims is None:
@@ -452,8 +453,9 @@ class KeptRecipe:
         copies = settles is not None or self.recipe.copies or base in self.moved
         return _Result(place, settles, fact is not None, base, copies, is_base)
 
-    def __call__(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
-        region, recipe = self.region, self.recipe
+    def of(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
+        """Its result of a call's tensors, those of this rank, and how those were made."""
+        region = self.region
         if self.has_plain:
             for i, x in enumerate(tensors):
                 if type(x) is not Field:
@@ -461,21 +463,29 @@ class KeptRecipe:
                         locals_[i] = of_shares(x, region)
                     if region.watch is not None:
                         region.watch(x)
+        if self.place is not None:
+            region.trail = trail = hash((self.digest, *trails))
+            region.function = self.name
+            result = self.run(locals_)
+            if type(result) is Tensor and self._is_known(result, locals_, tensors):
+                return Field.__new__(Field, result, self.place, trail)
+            return self._made(result, locals_, tensors, trail)
+        recipe = self.recipe
         if recipe.draws is not False:
             alone = recipe.out is None or not self.results[0].place.is_split
             trails.append(generator_state(self.name, region, locals_[0], recipe.draws, alone))
         region.trail = trail = hash((self.digest, *trails))
         region.function = self.name
-        result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
+        result = self.run(self._placed(locals_, tensors[0]))
         watch = region.watch if self.takes and not result.requires_grad else None
         if watch is not None and watch(result):  # ranks may take other parts of the same numbers
             trail = hash((number_of(f"{self.name} {tuple(result.shape)}"), *trails))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
-        if self.is_simple and type(result) is Tensor and self._is_known(result, locals_, tensors):
-            field = Field.__new__(Field, result, self.results[0].place)
-            field._trail = trail
-            return field
+        return self._made(result, locals_, tensors, trail)
+
+    def _made(self, result: Any, locals_: list[Any], tensors: list[Any], trail: int) -> Any:
+        """Fields of the tensors of a result."""
         if isinstance(result, Tensor):
             return self._field(result, 0, locals_, tensors, trail)
         if isinstance(result, list | tuple):
@@ -561,8 +571,7 @@ class KeptRecipe:
             t = _apart(t, locals_)
         elif hasattr(t, "copied"):
             copied = Copied(self.name, locals_[t.copied])
-        field = Field(t, place)
-        field._trail = trail
+        field = Field(t, place, trail)
         if copied is not None:
             field._copied = copied
         return field

@@ -105,49 +105,56 @@ def run_function(
         except TypeError:  # an argument that has no hash
             kept = None
         if type(kept) is KeptRecipe:
-            return kept(tensors, locals_, trails)
+            return kept.of(tensors, locals_, trails)
     return _planned(func, args, kwargs or {}, COMPOSITE.get(func) if kept is None else kept.run)
 
 
 def _read(func: Callable, args: tuple, kwargs: dict | None) -> tuple[list, list, list, list, Any]:
     """What a recipe depends on of a call, its tensors, those of this rank, trails, and a region."""
     key: list[Any] = [func]
-    tensors, locals_, trails, region = [], [], [], None
-    values = [*args, kwargs] if kwargs else [*args]
-    for i, value in enumerate(values, 1):
+    read: tuple[list, list, list] = [], [], []
+    region = _read_into((*args, kwargs) if kwargs else args, key, *read)
+    if any_autocast():
+        kinds = (k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
+        key += ("autocast", *map(torch.get_autocast_dtype, kinds))
+    return key, *read, region
+
+
+def _read_into(values: Any, key: list, tensors: list, locals_: list, trails: list) -> Any:
+    region = None
+    for value in values:
         kind = type(value)
         if kind is Field:
             if value._copied is not None or value._is_unpacked or _GRAPH(value) is not None:
-                _check(func, value)
+                _check(key[0], value)
             local, place = value._local, value._place
             tensors.append(value)
             locals_.append(local)
             trails.append(value._trail)
-            key += (place, local.dtype)
+            key.append(place)
+            key.append(local.dtype)
             region = place.region
         elif kind in _PLAIN:
             key.append(value)
+        elif kind is slice:
+            key.append(kind)
+            parts = value.start, value.stop, value.step
+            region = _read_into(parts, key, tensors, locals_, trails) or region
         elif isinstance(value, Tensor):
             tensors.append(value)
             locals_.append(value)
             key += (kind, value.shape, value.stride(), value.dtype, value.device)
         elif kind is float:  # 1 is not 1.0, and 0.0 is not -0.0
             key += (float, value, math.copysign(1.0, value))
-        elif kind is slice:
-            key.append(kind)
-            values[i:i] = value.start, value.stop, value.step
         elif isinstance(value, list | tuple):
             key += (kind, len(value))
-            values[i:i] = value
+            region = _read_into(value, key, tensors, locals_, trails) or region
         elif kind is dict:
             key.append(tuple(value))
-            values[i:i] = value.values()
+            region = _read_into(value.values(), key, tensors, locals_, trails) or region
         else:
             key += (kind, value)
-    if any_autocast():
-        kinds = (k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
-        key += ("autocast", *map(torch.get_autocast_dtype, kinds))
-    return key, tensors, locals_, trails, region
+    return region
 
 
 def _check(func: Any, x: Field) -> None:
@@ -178,7 +185,7 @@ def _planned(func: Callable, args: tuple, kwargs: dict, other: Callable | None) 
         failed = error
     if failed is not None:
         recipe, *call = as_torch_does(_plan, func, args, kwargs, failed)
-    return as_torch_does(recipe, *call)
+    return as_torch_does(recipe.of, *call)
 
 
 def _plan(

@@ -31,11 +31,7 @@ from weft_axes.fields import Field, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import (
-    check_modules,
-    in_outputs,
-    named_arguments,
-)
+from ..common import check_modules, in_outputs, modules_within, named_arguments
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -242,7 +238,7 @@ class Calls:
             self._warn(call.unsplit)
         elif not call.held:
             scope.enter_context(self._same_numbers())
-            for unit in filter(is_fsdp, model.modules()):
+            for unit in filter(is_fsdp, modules_within(model)):
                 let_fields_through(unit)
             # There may have been other calls of the model by then.
             scope.enter_context(recomputed_within(model, lambda: during(call)))
