@@ -20,13 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weft._torch import (
-    active_ddp,
-    fsdp_groups,
-    in_transform,
-    is_fsdp,
-    outside_graphs,
-)
+from weft._torch import active_ddp, fsdp_groups, in_transform, is_fsdp, outside_graphs
 from weft.comm.once_differentiable import transformed
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -216,11 +210,10 @@ class _Calls:
         def split(place: int, name: str, x: Any) -> Any:
             dim = None if isinstance(x, Field) else dim_of(place, name, x)
             self.entered |= dim is not None or isinstance(x, Field)
-            if dim is None:
-                return x
-            made = cut(x, self.layout, {self.axis: dim}, self.report, beside=beside)
-            beside.extend(f.chunks for f in made._dims[dim] if f.chunks is not None)
-            return made
+            if dim is not None:
+                x = cut(x, self.layout, {self.axis: dim}, self.report, beside=beside)
+                beside.extend(f.chunks for f in x._dims[dim] if f.chunks is not None)
+            return x
 
         beside: list[Held] = []
         places = {name: place for place, name in enumerate(names)}

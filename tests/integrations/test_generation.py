@@ -23,7 +23,7 @@ from weft_axes.fetching import rectangles
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
         "NOT RUN: transformers is not installed, so nothing here says that its models generate; "
-        "pip install 'weft-attention[transformers]'",
+        "pip install -e '.[transformers]'",
         allow_module_level=True,
     )
 

@@ -555,7 +555,6 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
             piece = split[0].alone(_owner(parts, i, d), n)
         else:
             piece = t.region.chunks_beside(split, t.region.chunks_like(axis, n))
-            split.append(piece)
         pieces.append(piece)
         goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
     goal[d] = split_dim(joined_chunks(tuple(pieces)))
@@ -620,11 +619,9 @@ def column_stack(tensors: Sequence[Tensor], *, out: None = None) -> Tensor:
 def _atleast(n: int) -> None:
     @composite(getattr(torch, f"atleast_{n}d"))
     def atleast(*tensors: Any) -> Any:
-        several = (
-            tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-        )
+        several = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         made = tuple(_with_dims(t, n) for t in several)
-        return made[0] if len(tensors) == 1 and isinstance(tensors[0], Tensor) else made
+        return made[0] if len(made) == 1 and several is tensors else made
 
 
 def _with_dims(t: Tensor, n: int) -> Tensor:

@@ -95,12 +95,7 @@ class Calls:
     A copy of the model has a copy of this, about the copied modules.
     """
 
-    def __init__(
-        self,
-        model: Foreign,
-        splits_inside: bool,
-        decoder: nn.Module | None,
-    ) -> None:
+    def __init__(self, model: Foreign, splits_inside: bool, decoder: nn.Module | None) -> None:
         placed = model._weft
         self.layout, self.axis, self.report = placed.layout, placed.axis, placed.ran_whole
         self.model, self.decoder, self.splits_inside = model, decoder, splits_inside

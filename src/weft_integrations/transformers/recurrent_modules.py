@@ -48,11 +48,7 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
         return state.chain_heads(_blocks, inputs, empty, decays)
     slope, query_decay, key_decay, diagonal = decays
     run = functools.partial(
-        _blocks,
-        slope=slope,
-        query_decay=query_decay,
-        key_decay=key_decay,
-        diagonal_decay=diagonal,
+        _blocks, slope=slope, query_decay=query_decay, key_decay=key_decay, diagonal_decay=diagonal
     )
     parts, maps = state.split(1, *inputs), []
     for q, k, v in parts:
