@@ -236,6 +236,8 @@ def _errors(right: Run, ranks: list[Run]) -> Verdict | None:
     if right.error is None and not any(errors):
         return None
     odd = next((e for e in errors if isinstance(e, RankError)), None)
+    if any(type(e) is type(right.error) for e in errors if e is not None):
+        return Verdict("both raise", "on the rank whose number it is, the others hear of it")
     if odd is not None or not all(errors):
         culprit = next((e for e in errors if e is not None and not isinstance(e, RankError)), odd)
         if not any(errors):
@@ -337,7 +339,7 @@ def different(x: Any, y: Any, tolerance: float) -> str:
     if (x.isnan() != y.isnan()).any():
         return f"{int(x.isnan().sum())} nan for {int(y.isnan().sum())}"
     off = torch.where((x == y) | y.isnan(), 0.0, (x - y).abs().double())
-    scale = torch.where(y.isfinite(), y.abs().double(), 0.0).max().clamp(min=1e-4)
+    scale = torch.where(y.isfinite(), y.abs().double(), 0.0).max().clamp(min=1e-2)
     worst = float(off.max() / scale)
     return "" if worst <= max(tolerance, ROUNDS.get(y.dtype, 0)) else f"error {worst:.1e}"
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from weft._torch import TorchDispatchMode, local_scalar, memory_of, one_hot, part_in_memory
 from weft.errors import UnsupportedError, shown
+from weft_integrations.common import tensors_in
 
 from .config_file import few_modules, of_transformers, read_config
 
@@ -277,21 +278,22 @@ class _NoNumbers(TorchDispatchMode):
                 " recurrences without a kernel do, and is not counted so"
             )
         given = args[0] if args else None
-        if isinstance(given, Tensor) and given.is_meta:
-            if func is local_scalar:
-                place = (
-                    part_in_memory(given).storage_offset()
-                    if memory_of(part_in_memory(given))[0] in self.places
-                    else 0
-                )
-                return torch.tensor(place, dtype=given.dtype).item()
-            if func is torch.ops.aten.nonzero.default:
-                found = -(
-                    -given.numel() // self.classes.get(memory_of(part_in_memory(given))[0], 1)
-                )
-                out = given.new_empty(found, given.dim(), dtype=torch.long)
-                return self._remembered(out, self.places, found) if given.dim() == 1 else out
-        return func(*args, **(kwargs or {}))
+        if not (isinstance(given, Tensor) and given.is_meta):
+            return func(*args, **(kwargs or {}))
+        part = part_in_memory(given)
+        memory = memory_of(part)[0]
+        if func is local_scalar:
+            place = part.storage_offset() if memory in self.places else 0
+            return torch.tensor(place, dtype=given.dtype).item()
+        if func is torch.ops.aten.nonzero.default:
+            found = -(-given.numel() // self.classes.get(memory, 1))
+            out = given.new_empty(found, given.dim(), dtype=torch.long)
+            return self._remembered(out, self.places, found) if given.dim() == 1 else out
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "weft" and memory in self.classes:  # that comes to other ranks
+            for t in tensors_in(out):
+                self._remembered(t, self.classes, self.classes[memory])
+        return out
 
     @staticmethod
     def _remembered(t: Tensor, known: dict[int, int], number: int) -> Tensor:

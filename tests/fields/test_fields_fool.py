@@ -253,6 +253,12 @@ def test_writes_into_results_are_those_of_one_device(name, text):
     assert found.kind in ("exact", "both raise", "refused"), found
 
 
+def filled(y: Tensor, x: Tensor, index=None) -> Tensor:
+    """A tensor after a write to it where it is expanded."""
+    y.expand_as(x).fill_(2) if index is None else y.expand_as(x).__setitem__(index, 2)
+    return y
+
+
 def at(n: int, *dims: int) -> list[dict[str, int]]:
     """The first n tensors split along two dims, height and width."""
     return [dict(zip(("height", "width"), dims or (2, 3)))] * n + [{}] * 3
@@ -261,6 +267,7 @@ def at(n: int, *dims: int) -> list[dict[str, int]]:
 Q, K, V = draw(3, 2, 4, 12, 8).unbind(0)
 SEEN = (draw(2, 1, 12, 12, seed=1) > -0.5) | torch.eye(12).bool()
 GATE = draw(3, 3, 6, 1)
+FEW = draw(1, 2, 2, 3)
 ALL_KEYS = [{"height": 2}] * 3
 BESIDE = {
     "height beside width": [{"height": 2}, {"width": 3}],
@@ -272,28 +279,12 @@ BESIDE = {
 CALLS: dict[str, Callable | tuple] = {
     "where of one argument": lambda x: torch.where(x > 0),
     "expand": lambda x: x[None].expand(2, 2, 3, 7, 5),
-    "a column out of range": lambda x: x[..., 7],
     "a row out of range": lambda x: x[:, :, 7],
-    "a negative row out of range": lambda x: x[:, :, -8],
     "select out of range": lambda x: x.select(2, 9),
-    "narrow out of range": lambda x: x.narrow(2, 4, 9),
     "split too short": lambda x: x.split([3, 3], 2),
-    "split too long": lambda x: x.split([3, 5], 2),
-    "chunk into none": lambda x: x.chunk(0, 2),
     "negative step": lambda x: x[:, :, ::-1],
     "index by True": lambda x: x[True],
-    "expand of another size": lambda x: x.expand(2, 3, 14, 5),
-    "unflatten that does not fit": lambda x: x.unflatten(2, (2, 4)),
     "unflatten with 0": lambda x: x[:, :, :0].unflatten(2, (0, 2)),
-    "two unknown sizes": lambda x: x.view(2, 3, -1, -1),
-    "permute of three": lambda x: x.permute(0, 1, 2),
-    "permute twice": lambda x: x.permute(0, 1, 2, 2),
-    "transpose out of range": lambda x: x.transpose(2, 4),
-    "mean out of range": lambda x: x.mean(4),
-    "sum twice": lambda x: x.sum((2, 2)),
-    "sum out of range": lambda x: x.sum(-5),
-    "unsqueeze out of range": lambda x: x.unsqueeze(9),
-    "flatten backwards": lambda x: x.flatten(3, 1),
     "mean of integers": lambda x: x.long().mean(),
     "sum in fp32": (lambda x: x.sum(dtype=torch.float32), [IMAGE.round()], at(1)),
     "extreme of nan": lambda x: x.masked_fill(x > 5, float("nan")).amax((2, 3)),
@@ -312,16 +303,8 @@ CALLS: dict[str, Callable | tuple] = {
     "negative dilation": lambda x: F.conv2d(x, ones(4, 3, 1, 1), dilation=-1),
     "max with indices": lambda x: tuple(x.max(1)),
     "pool that pads too much": lambda x: F.max_pool2d(x, 3, 1, 2),
-    "reflection too wide": lambda x: F.pad(x, (0, 0, 7, 0), "reflect"),
-    "circle too wide": lambda x: F.pad(x, (0, 0, 9, 0), "circular"),
-    "convolution of other channels": lambda x: F.conv2d(x, ones(4, 2, 3, 3)),
     "convolution of other groups": lambda x: F.conv2d(x, ones(4, 1, 3, 3), groups=3),
     "kernel longer than the rows": lambda x: F.conv2d(x, ones(4, 3, 9, 3)),
-    "groups that do not divide": lambda x: F.group_norm(x, 2),
-    "layer norm of another shape": lambda x: F.layer_norm(x, (5, 7)),
-    "linear of other features": lambda x: F.linear(x, ones(4, 6)),
-    "sum with another shape": lambda x: x + ones(6, 5),
-    "interpolate to nothing": lambda x: F.interpolate(x, size=(0, 3)),
     "cumsum": lambda x: x.cumsum(2),
     "softmax": lambda x: x.softmax(2),
     "repeat of fewer dims": lambda x: x.repeat(2),
@@ -411,6 +394,31 @@ CALLS: dict[str, Callable | tuple] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [Q, K[:, :, :7], V[:, :, :7]],
         ALL_KEYS,
+    ),
+}
+CALLS |= {
+    "write into an expanded one": (lambda x: x[:, :, :1].expand_as(x).mul_(2), [FEW], at(1)),
+    "fill an expanded one": (lambda x: filled(x.mean(2, True), x), [FEW], at(1)),
+    "set in an expanded one": (lambda x: filled(x.mean(2, True), x, ...), [FEW], at(1)),
+    "index into no positions": lambda x: x[:, :0, [0, 9]],
+    "adaptive pool of nothing": lambda x: F.adaptive_avg_pool2d(x[:, :, :0], (None, 1)),
+    "circular pad of nothing": lambda x: F.pad(x[:, :, :1], (1, 1, -1, 1), "circular"),
+    "instance norm of no channels": lambda x: F.instance_norm(x[:, :0]),
+    "einsum of booleans": lambda x: torch.einsum("bchw,bchv->bchv", x > 0, x[..., :1] > 0),
+    "tensordot of small integers": lambda x: torch.tensordot(x[:1].int(), x.int(), ([0], [0])),
+    "logsumexp of booleans": lambda x: (x > 0).logsumexp(2),
+    "softmin of small integers": lambda x: F.softmin(x.to(torch.uint8), 2, dtype=torch.float64),
+    "addbmm of small integers": lambda x: torch.addbmm(
+        ones(7, 7).int(), x[:, 0].int(), x[:, 0].int().mT
+    ),
+    "vecdot of complex numbers": lambda x: torch.linalg.vecdot(x * 1j + x, x + 2j, dim=2).real,
+    "rms norm of complex numbers": lambda x: F.rms_norm(x * 1j + x, (7, 5)).abs(),
+    "std of equal numbers": lambda x: (x * 0).std((2, 3)) + x.std((2, 3)),
+    "masked_scatter into a plain one": lambda x: ones(2).masked_scatter(ones(2) > 0, x),
+    "attention with a mask that splits keys": (
+        F.scaled_dot_product_attention,
+        [draw(2, 2, 3, 4), draw(2, 2, 6, 4), draw(2, 2, 6, 4), draw(3, 6)],
+        [{"height": 0}, {}, {}, {"height": 1}],
     ),
 }
 CALLS |= {
@@ -566,6 +574,7 @@ def test_gradients_of_weights_within_a_model_are_those_of_all_ranks(line):
 MEMORY = {
     "another shape": lambda x: x.detach().resize_(1, 2),
     "statistics": lambda x: torch._foreach_zero_([x]),
+    "of a norm": lambda x: F.batch_norm(ones(2, 105), *x.flatten(1), training=True),
     "numpy": lambda x: x.numpy().__setitem__(0, 0),
     "an array": lambda x: np.asarray(x).__setitem__(0, 0),
     "dlpack": lambda x: torch.from_dlpack(x).zero_(),

@@ -328,16 +328,17 @@ class Diagonal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 1.0
-        y.diagonal(0, 1, 2).add_(1)
+        (y[:, 1].hsplit(2)[0] if x.shape[0] == 1 else y.diagonal(0, 1, 2)).add_(1)
         return y
 
 
-@pytest.mark.filterwarnings("ignore:.*diagonal has no rule")
-def test_writes_into_a_view_of_what_ran_whole_are_refused():
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_writes_into_a_view_of_what_ran_whole_are_refused(batch):
     def rank(layout: Layout) -> None:
         split = weft.parallelize(Diagonal(), layout, dims={"tokens": 1})
-        with pytest.raises(UnsupportedError, match=r"diagonal of .*, which is a copy"):
-            split(torch.ones(2, 4, 4))
+        with pytest.raises(UnsupportedError, match="which is a copy"):
+            split(torch.ones(batch, 4, 4))
 
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 

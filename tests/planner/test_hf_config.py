@@ -139,11 +139,10 @@ def test_small_copy_has_the_heads_of_the_model_and_verifies(kind):
     assert verify(built, Layout.parse("tokens: ring=2")).outputs < 1e-4
 
 
-@pytest.mark.slow
-def test_small_copy_of_a_model_that_ranks_change_is_refused():
-    built = HFModel(hf.AutoConfig.for_model("inkling_text")).build_small()
-    with pytest.raises(UnsupportedError, match="position_bias"):
-        verify(built, Layout.parse("tokens: ring=2"))
+def test_small_copy_of_a_model_that_fields_refuse_is_refused():
+    """BLOOM's GELU is a function of its own, with its own gradient."""
+    with pytest.raises(UnsupportedError, match=r"autograd\.Function"):
+        verify(HFModel(hf.BloomConfig()).build_small(), Layout.parse("tokens: ring=2"))
 
 
 def test_small_copy_has_factors_of_rope_of_its_own_size():

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
 from weft import Layout, UnsupportedError
@@ -84,45 +85,44 @@ def test_experts_behind_layers_without_any_are_counted(kind, more):
     assert short.peak == pytest.approx(full.peak, rel=1e-3)
 
 
-#: Of models that route by chance without weights, or whose kernel on CPUs has no count.
-BY_CHANCE = {"inkling2_text": 1e-4, "longcat_flash": 0.05}
+#: Some tokens go to experts without weights; the indexer of a token scores what it sees alone.
+BY_CHANCE = {"longcat_flash": 0.01, "qwen4_exp_text": 1e-3}
 #: Mixtures that are not planned, and why.
 NOT_PLANNED = {
     "phimoe": "torch.autograd.Function",  # in training
     "jetmoe": "does not support activation checkpointing",
     "dots3_note_text": "per-layer attribute",
 }
-MIXTURES = sorted(
+MIXTURES = {
     kind.model_type
     for kind in hf.MODEL_FOR_CAUSAL_LM_MAPPING
-    if kind.model_type == "dbrx" or "expert" in str(inspect.signature(kind))
-)
+    if "expert" in str(inspect.signature(kind))
+}
 
 
-@pytest.mark.slow
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", [kind for kind in MIXTURES if kind not in NOT_PLANNED])
+@pytest.mark.parametrize("kind", ["dbrx", *sorted(MIXTURES - NOT_PLANNED.keys())])
 def test_products_of_a_mixture_are_those_of_its_own_code(kind):
     """Every mixture of transformers: those of a step of numbers, expert by expert, or refused."""
     from benchmarks import families
 
-    layout, tokens = Layout.parse("tokens: local"), 64
-    with mock.patch.dict(SHAPES, clear=True):  # loops, as written
+    layout, tokens = Layout.parse("tokens: ring=2"), 60  # which 4 and 5 experts share
+    # Loops as written, and attention whose products are counted on CPUs, too.
+    with mock.patch.dict(SHAPES, clear=True), sdpa_kernel(SDPBackend.MATH):
         tiny = HFModel(families.tiny_config(kind, families.model_name("causal", kind)))
         counted = count_whole(tiny, layout, tokens, loss="full", recompute=False)
         tiny.config._experts_implementation = "eager"
-        built = tiny.build(torch.bfloat16, "cpu")
+        torch.manual_seed(0)
+        whole, ids = tiny.build(torch.bfloat16, "cpu"), torch.randint(3, tokens, (1, tokens))
 
         def step(on: Layout) -> tuple[int, int]:
-            place(built, on, "full", False)
-            ids = torch.randint(3, 60, (1, tokens))
+            built = place(copy.deepcopy(whole), on, "full", False)
             with Live([*built.parameters(), *built.buffers()]) as live:
                 out = forward_loss(built, on, ids, "full")
                 forward = live.flops
                 out.backward()
             return forward, live.flops - forward
 
-        torch.manual_seed(0)
         products = weft.on_threads(layout, step)[0]
     assert counted.flops == pytest.approx(products, rel=BY_CHANCE.get(kind, 1e-9))
 

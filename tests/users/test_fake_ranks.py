@@ -17,15 +17,15 @@ from weft.kernels import Request, TileView, choose_kernel, named
 
 #: layout line, mask, queries and keys in all
 CASES = {
-    "tile": ("tokens: tile=4x4", weft.Full(), 64),
-    "zigzag tile, causal, uneven": ("tokens(zigzag): tile=4x4", weft.Causal(), 77),
-    "ring, window": ("tokens: ring=16", weft.Causal(window=9), 64),
-    "burst, documents": ("tokens: burst=4", weft.Documents((5, 20, 7)), 32),
     "heads and tile, a function": (
         "tokens: ulysses=4 x tile=2x2",
         weft.MaskMod(lambda b, h, q, k: (q + k) % 3 != 0),
         70,
     ),
+    "tile": ("tokens: tile=4x4", weft.Full(), 64),
+    "zigzag tile, causal, uneven": ("tokens(zigzag): tile=4x4", weft.Causal(), 77),
+    "ring, window": ("tokens: ring=16", weft.Causal(window=9), 64),
+    "burst, documents": ("tokens: burst=4", weft.Documents((5, 20, 7)), 32),
     "64 ranks": ("tokens: ulysses=4 x tile=4x4", weft.FirstKeys(100), 128),
 }
 
@@ -65,6 +65,24 @@ def test_a_fake_rank_counts_what_a_thread_counts_that_computes(case, apart):
     ranks = sorted({0, 1, layout.world_size // 2 - 1, layout.world_size - 1})
     assert any(sum(received.values()) for received, *_ in real)
     assert apart(pretend, case, ranks) == [real[rank] for rank in ranks]
+
+
+def bytes_of(*tables: torch.Tensor) -> list[int]:
+    found = []
+    for table in tables:
+        with fake_ranks(0, 4):
+            layout = weft.Layout.parse("tokens: ring=4").build("cpu")
+            q = torch.ones(1, 4, 16, 8, device="meta")
+            with weft.traffic(layout) as moved:
+                weft.attention(q, q, q, layout, "tokens", table)
+            found.append(moved.bytes)
+    return found
+
+
+def test_mask_without_numbers_hides_nothing(apart):
+    every = torch.ones(64, 64, dtype=torch.bool)
+    full, unknown, none = apart(bytes_of, every, every.to("meta"), ~every)
+    assert full == unknown > none == 0
 
 
 def refused() -> list[str]:

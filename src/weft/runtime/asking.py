@@ -37,15 +37,19 @@ def slices_of(
 
 
 def _ask(mask: Mask, p: LocalProblem, whole: tuple[int, int], channel: Channel) -> Slices | None:
-    sizes, dims, device = channel.sizes, channel.mesh_dims, torch.device(p.device)
-    ranks = math.prod(sizes[d] for d in dims)
+    sizes, dims, on_meta = channel.sizes, channel.mesh_dims, p.device == "meta"
+    device = torch.device("cpu" if on_meta else p.device)
+    ranks = 1 if channel.transport.fake else math.prod(sizes[d] for d in dims)
     channel.check()
     share: list[np.ndarray] = []
     failed: WeftError | None = None
     try:
         asked = question(mask, p.n, p.m, *whole, device)
         few = asked.pairs <= MOST_ASKED * ranks
-        share = asked.share(index_at(sizes, dims, channel.coords), ranks, device) if few else []
+        if on_meta:  # which no numbers of a mask may be on
+            few = few and not mask.allowed(*torch.zeros(4, dtype=torch.int64)).is_meta
+        part = index_at(sizes, dims, channel.coords) % ranks  # a fake rank asks for all
+        share = asked.share(part, ranks, device) if few else []
     except Exception as error:
         failed = ShapeError(f"the mask raised {type(error).__name__}: {error}")
         failed.__cause__ = error

@@ -154,7 +154,7 @@ def _to_whole_keys(
         mask = None if attn_mask is None else t[attn_mask.index]
         q, k, v = (t[p.index] for p in parts)
         if not q.numel() or not k.numel():
-            zero = (q.sum() + k.sum() + v.sum()) * 0  # on the graph of all
+            zero = sum(x.sum() for x in (q, k, v, mask) if x is not None) * 0  # on all graphs
             return zero + q.new_zeros([query.region.local_size(dim) for dim in out])
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from weft._digest import number_of
-from weft.errors import UnsupportedError
 from weft.plan.order import Span, Spans, join
 
 from .dims import Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
@@ -23,6 +22,7 @@ from .registry import (
     Recipe,
     both,
     broadcast,
+    check_writable,
     composite,
     direct,
     on_locals,
@@ -144,6 +144,8 @@ def by_index(x: Tensor, index: Any) -> Any:
     parts = []
     for d, index_ in zip(places, given):
         i, n = look.placed(index_, goal[len(goal) - index_.dim() :]), dim_size(dims[d])
+        if n and not y.numel():  # torch looks at the positions that it takes numbers of
+            i = torch.zeros_like(i)
         if i.numel() and (int(i.max()) >= n or int(i.min()) < -n):
             raise IndexError(f"index out of range: dim {d} has {n} positions")
         i = torch.where(i < 0, i + n, i)
@@ -169,7 +171,8 @@ def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple
     """The positions that an index asks for, on every rank, and the index among them."""
     chunks = dim[0].chunks
     assert chunks is not None
-    asked, inner = i.unique(return_inverse=True)
+    few = torch.arange(min(i.numel(), chunks.length)), i  # of no numbers: the first positions
+    asked, inner = few if i.is_meta else i.unique(return_inverse=True)
     wanted: Spans = join(Span(p, 1) for p in asked.tolist())
     return take_positions(t, d, chunks, (wanted,) * len(chunks.spans), region, "index"), inner
 
@@ -178,10 +181,9 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
     """Entries where a mask holds: each stays on its rank, and the new dim is split as they are."""
     _check_mask(x, mask, 0)
     look, k = FieldsAtHand("indexing with a mask", x, mask), mask.dim()
-    lead = broadcast([dims_of(x)[:k], dims_of(mask)])
-    rest = once_split([*lead, *dims_of(x)[k:]])
-    lead, rest = rest[:k], rest[k:]
-    m, t = look.placed(mask.bool(), lead), look.placed(x, [*lead, *rest])
+    dims = once_split([*broadcast([dims_of(x)[:k], dims_of(mask)]), *dims_of(x)[k:]])
+    lead, rest = dims[:k], dims[k:]
+    m, t = look.placed(mask.bool(), lead), look.placed(x, dims)
     split = [d for d, q in enumerate(lead) if is_split_dim(q)]
     if not split:
         return look.field(t[m], [whole(int(m.sum())), *rest])
@@ -209,11 +211,7 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
             " field, which every rank has whole; write into a field of the same layout"
         )
     x._checked()
-    if x._copied is not None:
-        raise UnsupportedError(
-            f"a write into {x._copied.what} of a weft.Field, which is a copy where torch has a"
-            " view: index the field itself, x[...] = values"
-        )
+    check_writable(x, "torch's __setitem__")
     if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim():
         _write_at_mask(x, index, value)
         return
@@ -303,6 +301,8 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
         source = placed_like(source._checked()._local, source._dims, goal, source._region, "gather")
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_scatter: the mask must be of booleans")
+    if not isinstance(x, Field) and not isinstance(mask, Field):
+        raise NoRule("masked_scatter of a weft.Field into a plain tensor is not split")
     look = FieldsAtHand("masked_scatter", x, mask)
     goal = broadcast([dims_of(x), dims_of(mask)])
     whole_goal = [whole(dim_size(q)) for q in goal]
@@ -434,23 +434,19 @@ def isin(
 
 @composite(*both("index_select"))
 def index_select(x: Tensor, dim: int, index: Tensor, *, out: None = None) -> Tensor:
-    if x.dim() and (index.dim() > 1 or index.dtype not in (torch.int32, torch.int64)):
-        raise IndexError("index_select takes a vector of int32 or int64")
     if not x.dim():
         return x.reshape(1)[index.reshape(-1)].reshape(())
     d = at(dim, x.dim())
     if not isinstance(x, Field) and not isinstance(index, Field):
         return torch.index_select(x, d, index)
-    if index.numel() and int(index.min()) < 0:
-        raise IndexError("index out of range: negative indices are for x[...]")
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < x.shape[d]:
+        raise IndexError(f"index out of range: dim {d} has {x.shape[d]} positions")
     where: Any = (*[slice(None)] * d, index.reshape(-1))
     return x[where]
 
 
 @composite(*both("masked_select"))
 def masked_select(x: Tensor, mask: Tensor, *, out: None = None) -> Tensor:
-    if mask.dtype != torch.bool:
-        raise RuntimeError("masked_select: expected BoolTensor for mask")
     shape = torch.broadcast_shapes(tuple(x.shape), tuple(mask.shape))
     return x.expand(shape)[mask.expand(shape)] if shape else x.reshape(1)[mask.reshape(1)]
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.comm.once_differentiable import once
-from weft.errors import ShapeError
 from weft.kernels import accumulate_dtype
 from weft.runtime.autocast import autocast_is_on
 
@@ -152,13 +151,9 @@ def _per_channel(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
 
 
 def _check_several(x: Part, label: str, group: str, values: int) -> None:
-    """Raise where a variance would be of one value: torch does, and every rank knows the number."""
-    if not values:
-        raise refused(f"{label} of nothing", x)
+    """Raise where a variance would be of one value, or of none."""
     if values < 2:
-        raise ShapeError(
-            f"{label}: {values} value per {group} over all ranks, and a variance needs more than 1"
-        )
+        raise refused(f"{label} of {values} values per {group} over all ranks", x)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -264,6 +259,8 @@ def batch_norm(
 
 
 def _over_last(x: Part, normalized_shape: Any) -> tuple[int, ...]:
+    if x.dtype.is_complex:
+        raise refused("a norm of complex numbers", x)
     n = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     return tuple(range(x.ndim - n, x.ndim))
 

@@ -167,8 +167,6 @@ def extreme(
     x: Part, name: str, over: tuple[int, ...], keepdim: bool, of_nan: bool = False
 ) -> Recipe:
     """`amax` or `amin` over some dims."""
-    if x.ndim and any(x.shape[d] == 0 for d in over):
-        raise IndexError(f"{name}: a dim to reduce has no positions, in {tuple(x.shape)}")
     out = reduced_dims(x.dims, over, keepdim)
     if not mixes_split(x, over):
         return on_locals(getattr(torch, name), (x, over, keepdim), out)
@@ -377,7 +375,7 @@ def _split_moments(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise refused(f"{name} of no more numbers than its correction", x)
     mean = x.mean(over, keepdim=True)
     y = (x - mean).square().sum(over, keepdim=keepdim) / (n - correction)
-    y = y.sqrt() if name.startswith("std") else y
+    y = _root(y) if name.startswith("std") else y
     if not name.endswith("_mean"):
         return y
     mean = mean if keepdim else mean.reshape(y.shape)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft._caching import cached
 from weft._digest import number_of
-from weft._torch import shares_storage, without_modes
+from weft._torch import any_autocast, shares_storage, without_modes
 from weft.errors import UnsupportedError
 from weft.plan.held import Held
 from weft.plan.order import Span, product
@@ -272,6 +272,7 @@ class WholeResult(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: torch.dtype
     base: int | None
     is_base: bool
 
@@ -291,7 +292,8 @@ def ask_torch(func: Callable, args: tuple, kwargs: dict, parts: Sequence[Part]) 
     Raises what torch raises of these arguments.
     """
     floats = {p.dtype for p in parts if p.dtype.is_floating_point}
-    given = _frozen(args, len(floats) > 1), _frozen(kwargs, len(floats) > 1), len(parts)
+    frozen = _frozen(args, len(floats) > 1), _frozen(kwargs, len(floats) > 1)
+    given = *frozen, len(parts), torch.get_default_dtype()
     try:
         hash(given)
     except TypeError:
@@ -367,7 +369,7 @@ def _tried(
 
 
 @cached(8192)
-def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
+def _asked(func: Callable, args: Any, kwargs: Any, n: int, _: torch.dtype) -> Any:
     wholes = list(_wholes((args, kwargs)))
     try:
         metas, found = _tried(func, args, kwargs, wholes, n, "meta")
@@ -386,7 +388,7 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
         if isinstance(value, Tensor):
             base = next((i for i, m in enumerate(metas) if shares_storage(value, m)), None)
             same = base is not None and value is metas[base]
-            return WholeResult(tuple(value.shape), tuple(value.stride()), base, same)
+            return WholeResult(tuple(value.shape), value.stride(), value.dtype, base, same)
         if isinstance(value, list | tuple):
             return [result(v) for v in value]
         return None
@@ -508,12 +510,8 @@ class KeptRecipe:
 
     def _placed(self, locals_: list[Any], first: Any) -> list[Any]:
         """The local tensors where the recipe wants them."""
-        if self.recipe.writes and first._copied is not None:
-            raise UnsupportedError(
-                f"{self.name} writes into {first._copied.what} of a weft.Field, which is"
-                " a copy where torch has a view, as positions moved between ranks; write by"
-                " x[...] = values, or by a function that is not in place"
-            )
+        if self.recipe.writes:
+            check_writable(first, self.name)
         for i, axes in self.wider.items():
             locals_[i] = sharing_more(locals_[i], axes, self.region)
         given = list(locals_)
@@ -595,6 +593,32 @@ class _Result(NamedTuple):
     base: int | None
     copies: bool
     is_base: bool
+
+
+def check_results(name: str, made: Any, facts: Any) -> None:
+    """Raise if results have another shape or dtype than torch says; autocast has its own."""
+    several = made if isinstance(made, list | tuple) else [made]
+    for y, fact in zip(several, facts if isinstance(facts, list) else [facts]):
+        if not isinstance(y, Field) or fact is None:
+            continue
+        found, right = (tuple(y.shape), y.dtype), (fact.shape, fact.dtype)
+        if found[0] != right[0] or (found != right and not any_autocast()):
+            raise NoRule(f"{name}: its rule gives {found}, torch {right}")
+
+
+def check_writable(x: Field, name: str) -> None:
+    """Raise unless a write into a field is one into what it is a view of, on every rank."""
+    if x._copied is not None:
+        raise UnsupportedError(
+            f"{name} writes into {x._copied.what} of a weft.Field, which is a copy where torch has"
+            " a view, as positions moved between ranks: write by x[...] = values into the field"
+            " itself, or by a function that is not in place"
+        )
+    if any(n > 1 and not by for n, by in zip(x.shape, x._place.strides)) and x.shape.numel():
+        raise UnsupportedError(
+            f"{name} writes into an expanded weft.Field, of which several positions are one number:"
+            " clone() it first"
+        )
 
 
 def _are_several(out: Any) -> bool:

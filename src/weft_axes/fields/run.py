@@ -25,7 +25,7 @@ from weft._torch import (
 )
 from weft.comm.once_differentiable import transformed
 from weft.comm.threads import ThreadTransport
-from weft.errors import UnsupportedError
+from weft.errors import UnsupportedError, WeftError
 
 from . import (  # noqa: F401 (they register their rules)
     attention,
@@ -55,6 +55,7 @@ from .registry import (
     Part,
     Recipe,
     ask_torch,
+    check_results,
     function_name,
     on_locals,
     pointwise,
@@ -79,11 +80,8 @@ _TO_OTHER_SHAPES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
     *("as_strided_", "resize_as_", "swap_dims_"),
 )
-#: Those that write statistics, of which torch counts nothing.
-_WRITES_UNCOUNTED = (
-    *("native_batch_norm", "batch_norm_gather_stats", "cudnn_batch_norm"),
-    *("_batch_norm_with_update", "batch_norm_update_stats"),
-)
+#: What functions raise of arguments that they do not take.
+_OF_ARGUMENTS = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
 
@@ -106,7 +104,7 @@ def run_function(
             kept = None
         if type(kept) is KeptRecipe:
             return kept.of(tensors, locals_, trails)
-    return _planned(func, args, kwargs or {}, COMPOSITE.get(func) if kept is None else kept.run)
+    return _planned(func, args, kwargs or {}, None if kept is None else kept.run)
 
 
 def _read(func: Callable, args: tuple, kwargs: dict | None) -> tuple[list, list, list, list, Any]:
@@ -166,65 +164,94 @@ def _check(func: Any, x: Field) -> None:
         raise UnsupportedError(OF_FUNCTION.format(function_name(func)))
 
 
+class _Call:
+    """A call that is to be planned: its arguments, `Part`s for tensors."""
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        self.func, self.name = func, function_name(func)
+        if in_transform():
+            raise transformed(f"{self.name} of a weft.Field")
+        self.key, self.tensors, self.locals, self.trails, self.last = _read(func, args, kwargs)
+        if any(isinstance(t, DTensor) for t in self.tensors):
+            raise UnsupportedError(
+                f"{self.name} gets a weft.Field and a DTensor: pass the DTensor's full_tensor(); of"
+                " weights that FSDP2 shards, call the module that FSDP2 wraps"
+            )
+        fields = [x for x in self.tensors if isinstance(x, Field)]
+        self.region = region_of_fields(self.name, fields)
+        self.parts = [Part(i, x, self.region) for i, x in enumerate(self.tensors)]
+        rest = iter(self.parts)
+        self.args, self.kwargs = _as_parts(args, rest), _as_parts(kwargs, rest)
+        _check_is_torchs(func)
+
+    def ask(self) -> Any:
+        """What torch says of it; raises what torch raises."""
+        return ask_torch(self.func, self.args, self.kwargs, self.parts)
+
+    def keep(self, recipe: KeptRecipe | Direct) -> None:
+        """Keep its recipe for others of its kind."""
+        with contextlib.suppress(TypeError):  # an argument that has no hash
+            self.last.keep(tuple(self.key), recipe)
+
+    def __call__(self, recipe: Recipe, facts: Any) -> tuple[KeptRecipe, Any]:
+        """The recipe with what is kept of it, and its results."""
+        text = f"{self.name} {_text(self.args)} {_text(self.kwargs)} {any_autocast()}"
+        kept = KeptRecipe(recipe, facts, self.parts, self.tensors, self.name, text)
+        return kept, kept.of(self.tensors, self.locals, self.trails)
+
+
 def _planned(func: Callable, args: tuple, kwargs: dict, other: Callable | None) -> Any:
     """Run a function that has another in its place, or whose recipe is to be planned."""
     if kwargs.get("out") is not None:
         raise UnsupportedError(
             f"{function_name(func)} with out= and a weft.Field: assign its result instead"
         )
-    failed = None
     try:
         if other is not None:
-            result = other(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        recipe, *call = as_torch_does(_plan, func, args, kwargs)
-        if isinstance(recipe, Direct):
-            return recipe.run(*args, **kwargs)
+            return other(*args, **kwargs)
+        return _by_rule(func, args, kwargs)
     except NoRule as error:
         failed = error
-    if failed is not None:
-        recipe, *call = as_torch_does(_plan, func, args, kwargs, failed)
-    return as_torch_does(recipe.of, *call)
+    return as_torch_does(_by_fallback, func, args, kwargs, failed)
 
 
-def _plan(
-    func: Callable, args: tuple, kwargs: dict, failed: NoRule | None = None
-) -> tuple[KeptRecipe | Direct, list, list, list]:
-    """The recipe of a call, which is kept, and the call's tensors, local ones and trails."""
-    name = function_name(func)
-    if in_transform():
-        raise transformed(f"{name} of a weft.Field")
-    key, tensors, locals_, trails, last = _read(func, args, kwargs)
-    if any(isinstance(t, DTensor) for t in tensors):
-        raise UnsupportedError(
-            f"{name} gets a weft.Field and a DTensor: pass the DTensor's full_tensor(); of"
-            " weights that FSDP2 shards, call the module that FSDP2 wraps"
-        )
-    region = region_of_fields(name, [x for x in tensors if isinstance(x, Field)])
-    parts = [Part(i, x, region) for i, x in enumerate(tensors)]
-    rest = iter(parts)
-    given, options = _as_parts(args, rest), _as_parts(kwargs, rest)
+def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a function by its rule; what torch says of it is asked first."""
+    call: _Call = as_torch_does(_Call, func, args, kwargs)
+    _check_has_rule(call)
+    facts, kept = as_torch_does(call.ask), Direct(COMPOSITE.get(func, _not_composed))
     try:
-        if failed is not None:
-            raise failed
-        recipe = _recipe(func, given, options, parts, name)
-        facts = None if isinstance(recipe, Direct) else ask_torch(func, given, options, parts)
-    except NoRule:
-        if region.whole is None:
+        result = kept.run(*args, **kwargs)
+        recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
+    except _OF_ARGUMENTS as error:
+        if isinstance(error, WeftError | IndexError | torch.OutOfMemoryError):
             raise
-        recipe, facts = _whole(func, name, given, options, parts), None
-        if not recipe.writes:  # results that torch has as views of a field are none
-            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
-                facts = ask_torch(func, given, options, parts)
-    kept: Any = recipe
-    if not isinstance(recipe, Direct):
-        text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"
-        kept = KeptRecipe(recipe, facts, parts, tensors, name, text)
-    if failed is None:
-        with contextlib.suppress(TypeError):  # an argument that has no hash
-            last.keep(tuple(key), kept)
-    return kept, tensors, locals_, trails
+        raise NoRule(f"{call.name} of a weft.Field: {error}") from error
+    if isinstance(recipe, Recipe):
+        kept, result = as_torch_does(call, recipe, facts)
+    elif recipe is not kept:
+        kept, result = recipe, recipe.run(*args, **kwargs)
+    check_results(call.name, result, facts)
+    call.keep(kept)
+    return result
+
+
+def _not_composed(*_: Any, **__: Any) -> Any:
+    return NotImplemented
+
+
+def _by_fallback(func: Callable, args: tuple, kwargs: dict, failed: NoRule) -> Any:
+    """Run a function whole on every rank, for want of a rule, where that is wanted."""
+    call, facts = _Call(func, args, kwargs), None
+    if call.region.whole is None:
+        raise failed
+    recipe = _whole(call)
+    if not recipe.writes:  # results that torch has as views of a field are none
+        with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
+            facts = call.ask()
+    kept, result = call(recipe, facts)
+    call.keep(kept)
+    return result
 
 
 def _as_parts(value: Any, parts: Any) -> Any:
@@ -251,36 +278,40 @@ def _text(value: Any) -> str:
     return type(value).__name__
 
 
-def _is_torchs(func: Any) -> bool:
-    """True of a function of C, or of one that a module of torch defines, whatever it is called."""
-    if not isinstance(func, types.FunctionType):
-        return type(func).__module__ == "builtins"
-    return str(func.__globals__.get("__name__")).startswith("torch")
+def _check_is_torchs(func: Any) -> None:
+    """Raise unless a function is of C, or a module of torch defines it, whatever it is called."""
+    if not isinstance(func, types.FunctionType) and type(func).__module__ == "builtins":
+        return
+    if str(getattr(func, "__globals__", {}).get("__name__")).startswith("torch"):
+        return
+    for place in (torch.nn.functional, torch.functional):
+        for name, found in vars(place).items():
+            if found is func:
+                raise UnsupportedError(
+                    f"{place.__name__}.{name} is {func!r}, which is not torch's, and would run"
+                    " twice on a weft.Field: put torch's back, and call yours by its own name"
+                )
 
 
-def _recipe(
-    func: Callable, args: tuple, kwargs: dict, parts: list[Part], name: str
-) -> Recipe | Direct:
-    if not _is_torchs(func):
-        for place in (torch.nn.functional, torch.functional):
-            for name, found in vars(place).items():
-                if found is func:
-                    raise UnsupportedError(
-                        f"{place.__name__}.{name} is {func!r}, which is not torch's, and would run"
-                        " twice on a weft.Field: put torch's back, and call yours by its own name"
-                    )
+def _check_has_rule(call: _Call) -> None:
+    known = (call.func in table for table in (COMPOSITE, RULES, POSITIONWISE))
+    if not any(known) and _out_of_place(call.func) is None:
+        raise NoRule(
+            f"{call.name} has no rule for a weft.Field"
+            f" {next(text_of(p.dims) for p in call.parts if p.is_field)}; where it treats every"
+            " position by itself, give it field.to_local() and make a field of the result by"
+            " weft.Field.from_local, or give it field.full_tensor()"
+        )
+
+
+def _recipe(call: _Call) -> Recipe | Direct:
+    """The recipe that a function's rule gives."""
+    func, args, kwargs = call.func, call.args, call.kwargs
     if func in RULES:
         return RULES[func](*args, **kwargs)
     if func in POSITIONWISE:
         return pointwise(func, args, kwargs)
-    other = _out_of_place(func)
-    if other is not None:
-        return _in_place(func, other, args, kwargs, parts, name)
-    raise NoRule(
-        f"{name} has no rule for a weft.Field {next(text_of(p.dims) for p in parts if p.is_field)};"
-        " where it treats every position by itself, give it field.to_local() and make a field of"
-        " the result by weft.Field.from_local, or give it field.full_tensor()"
-    )
+    return _in_place(func, _out_of_place(func), args, kwargs, call.parts, call.name)
 
 
 def _out_of_place(func: Any) -> Any:
@@ -312,16 +343,14 @@ def _in_place(
         raise NoRule(f"{name} writes a weft.Field into a plain tensor, which every rank has whole")
     if other in POSITIONWISE or other is func:
         goals = tail_goals(parts[1:], x.dims)
-        for p in parts[1:]:
-            if p.ndim > x.ndim:
-                raise RuntimeError(f"{name}: output with shape {x.shape} does not match {p.shape}")
         return on_locals(func, args, None, goals, kwargs)._replace(writes=True)
     found: Recipe = RULES[other](*args, **kwargs)
     return found._replace(writes=True)
 
 
-def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Part]) -> Recipe:
+def _whole(call: _Call) -> Recipe:
     """A function without a rule on whole tensors, on every rank: gradients are shares of it."""
+    name, args, kwargs, parts = call.name, call.args, call.kwargs, call.parts
     short = name.split(".")[-1]
     drawn = short == "normal" or any(word in short for word in _RANDOM)
     draws = drawn and kwargs.get("generator")
@@ -332,8 +361,12 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     assert report is not None
     if numbers > MOST_WHOLE:
         raise UnsupportedError(f"{name} has no rule, and {numbers} numbers are too many for a rank")
+    into_a_copy = (
+        f"{name} writes into a weft.Field that it is given, of which every rank has a copy: give"
+        " it a plain tensor"
+    )
     goals = {p.index: [whole(n) for n in p.shape] for p in parts if p.is_field}
-    inner = on_locals(func, args, None, None, kwargs)
+    inner = on_locals(call.func, args, None, None, kwargs)
 
     def run(t: list[Any]) -> Any:
         if report.count(name, numbers):
@@ -348,25 +381,27 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
         result = inner.run(t)
         if state is not None and not torch.equal(state, state_on(t[at].device)):
             raise UnsupportedError(f"{name} draws random numbers that ranks cannot compare")
-        if before != [version(t[i]) for i in brought]:
-            raise UnsupportedError(
-                f"{name} writes into a weft.Field that it is given, of which every rank has a copy:"
-                " give it a plain tensor"
-            )
+        resized = of_field and t[0].shape != parts[0].shape
+        if resized or before != [version(t[i]) for i in brought]:
+            raise UnsupportedError(into_a_copy)
         for found in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(found, Tensor) and (found.is_nested or found.layout != torch.strided):
-                raise UnsupportedError(f"{name} makes a sparse or nested tensor of a weft.Field")
+            odd = isinstance(found, Tensor) and (found.is_nested or found.layout != torch.strided)
+            if odd or isinstance(found, list | tuple):
+                raise UnsupportedError(f"{name} makes sparse or nested tensors of a weft.Field")
             for i in brought if isinstance(found, Tensor) else ():
                 if shares_storage(found, t[i]):
                     found.copied = i  # where torch has a view: `KeptRecipe` asks
         return t[0] if of_field else result
 
-    if short in (*_TO_OTHER_SHAPES, *_WRITES_UNCOUNTED):
-        raise UnsupportedError(f"{name} writes into a weft.Field, or its shape: assign a result")
+    if short in _TO_OTHER_SHAPES:
+        raise UnsupportedError(f"{name} writes into the shape of a weft.Field: assign a result")
     if writes and (not args or args[0] is not parts[0]):
         raise UnsupportedError(f"{name} writes weft.Fields among other tensors: write each alone")
     of_field = writes and parts[0].is_field
     brought = [p.index for p in parts[of_field:] if any(map(is_split_dim, p.dims))]
+    written = "batch_norm" in short or "instance_norm" in short  # of which torch counts nothing
+    if {*brought} - {0} and (written or kwargs.get("max_norm") or kwargs.get("sparse")):
+        raise UnsupportedError(into_a_copy)
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 

@@ -80,8 +80,8 @@ def _softmax(name: str) -> None:
         if not isinstance(dim, int) or not crosses_field(x, dim) or not x.numel():
             return NotImplemented
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
-        x = x if dtype is None else x.to(dtype)
         x = -x if name == "softmin" else x
+        x = x if dtype is None else x.to(dtype)
         top = x.detach().amax(dim, keepdim=True)
         e = (x - top).exp()
         total = e.sum(dim, keepdim=True)
@@ -98,6 +98,7 @@ for _name in ("softmax", "log_softmax", "softmin"):
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False, *, out: None = None) -> Any:
     if not crosses_field(x, dim) or not x.numel():
         return NotImplemented
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isinf(), 0, top)
     y = (x - top).exp().sum(dim, keepdim=True).log() + top
@@ -187,8 +188,6 @@ def diff(
     *,
     out: None = None,
 ) -> Tensor:
-    if n < 0 or not x.dim():
-        raise RuntimeError("diff expects order n >= 0 and a tensor of one dim or more")
     if not n:
         return x.clone()
     parts = [t for t in (prepend, x, append) if t is not None]

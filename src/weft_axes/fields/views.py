@@ -71,12 +71,7 @@ def reshape(x: Part, *given: Any, shape: Any = None, size: Any = None, dtype: An
         return on_locals(Tensor.view, (x, kind), x.dims)
     sizes = list(shape if shape is not None else size) if not given else sizes_of(given)
     if -1 in sizes:
-        rest = -math.prod(sizes)
-        if not rest:
-            raise RuntimeError(f"shape '{sizes}' is ambiguous: -1 beside 0 may be any size")
-        sizes[sizes.index(-1)] = math.prod(x.shape) // rest
-    if math.prod(sizes) != math.prod(x.shape):
-        raise RuntimeError(f"shape '{sizes}' is invalid for input of size {math.prod(x.shape)}")
+        sizes[sizes.index(-1)] = math.prod(x.shape) // -math.prod(sizes)
     if not math.prod(sizes):
         return _no_numbers(x, sizes)
     goal, dims = _Regrouping(x).into(sizes)
@@ -289,7 +284,8 @@ def unfold(x: Part, dimension: int, size: int, step: int) -> Recipe:
 @composite(*both("pixel_shuffle"))
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     r, (*b, c, h, w) = upscale_factor, x.shape
-    _check_divides(c, r**2, "channels")
+    if not x.numel():
+        raise refused("pixel_shuffle of nothing", x)
     n = len(b)
     x = x.reshape([*b, c // r**2, r, r, h, w])
     y = x.permute([*range(n), n, n + 3, n + 1, n + 4, n + 2])
@@ -301,8 +297,6 @@ def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     r, (*b, c, h, w) = downscale_factor, x.shape
     if not x.numel():
         raise refused("pixel_unshuffle of nothing", x)
-    _check_divides(h, r, "rows")
-    _check_divides(w, r, "columns")
     n = len(b)
     x = x.reshape([*b, c, h // r, r, w // r, r])
     y = x.permute([*range(n), n, n + 2, n + 4, n + 1, n + 3])
@@ -311,13 +305,7 @@ def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
 
 @composite(*both("channel_shuffle"))
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    _check_divides(x.shape[1], groups, "channels")
     return x.unflatten(1, (groups, x.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
-
-
-def _check_divides(n: int, by: int, what: str) -> None:
-    if by < 1 or n % by:
-        raise RuntimeError(f"{by} must divide the {n} {what}")
 
 
 # -- slices ---------------------------------------------------------------------------------------
@@ -492,8 +480,6 @@ def flipud(x: Tensor) -> Tensor:
 @composite(*both("rot90"))
 def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     one, two = dims
-    if one % x.dim() == two % x.dim():
-        raise RuntimeError(f"rot90 turns over two dims, found {tuple(dims)}")
     turned = (
         x,
         x.flip(two).transpose(one, two),
@@ -589,8 +575,6 @@ def _holder(t: Part, d: int, position: int) -> int:
 @composite(*both("stack"))
 def stack(tensors: Sequence[Tensor], dim: int = 0, *, out: None = None) -> Tensor:
     first = next(iter(tensors))
-    if any(t.shape != first.shape for t in tensors):
-        raise RuntimeError("stack expects each tensor to be equal size")
     d = at(dim, first.dim() + 1)
     return torch.cat([t.unsqueeze(d) for t in tensors], d)
 

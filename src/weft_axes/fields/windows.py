@@ -99,17 +99,11 @@ def in_neighbours(x: Part, over: Iterable[int]) -> list[Dim]:
 
 
 def windowed(
-    x: Part, before: Sequence[Dim], windows: dict[int, Windows], fill: float = 0.0
+    before: Sequence[Dim], windows: dict[int, Windows], fill: float = 0.0
 ) -> tuple[list[SeenRange], list[Dim]]:
     """What windows see of the split dims that they run over, and the dims of the outputs."""
     dims, reach = list(before), []
     for d, window in windows.items():
-        if window.outputs < 1:
-            fix = (
-                f": it is too wide for the {dim_size(dims[d])} positions and the padding; pad more,"
-                " or take a smaller kernel or dilation"
-            )
-            raise refused(f"a window of {window.extent} along dim {d}", x, fix)
         chunks = dims[d][0].chunks
         if chunks is None:
             dims[d] = whole(window.outputs)
@@ -237,7 +231,7 @@ def _convolution(nd: int) -> Callable:
             left.append(a if is_whole else 0)
             if is_whole:  # "same" with an even kernel
                 before[2 * (nd - 1 - i) + 1] = b - a
-        reach, dims = windowed(x, goal, windows)
+        reach, dims = windowed(goal, windows)
         dims[1] = whole(weight.shape[0])
         shape = [x.region.local_size(dim) for dim in dims]
         options = (list(stride), left, list(dilation), False, [0] * nd, groups)
@@ -373,7 +367,7 @@ def _pool(nd: int, kind: str) -> Callable:
             windows[d] = Windows.over(length, kernel[i], stride[i], both, dilation[i], ceil=ceil)
             _, last = windows[d].seen(0, windows[d].outputs)
             pads[:0] = [0, 0] if is_split_dim(goal[d]) else [padding[i], max(last - length, 0)]
-        reach, dims = windowed(x, goal, windows, fill)
+        reach, dims = windowed(goal, windows, fill)
         shape = [x.region.local_size(dim) for dim in dims]
         given_dilation = {"dilation": dilation} if kind == "max" else {}
         counts = None
@@ -430,7 +424,7 @@ def _adaptive(nd: int) -> Callable:
         several = output_size if isinstance(output_size, tuple | list) else (output_size,) * nd
         dims = range(x.ndim - nd, x.ndim)
         sizes = [x.shape[d] if n is None else n for n, d in zip(several, dims)]
-        if any(n not in (1, x.shape[d]) for n, d in zip(sizes, dims)):
+        if any(n not in (1, x.shape[d]) for n, d in zip(sizes, dims)) or not x.shape.numel():
             raise refused(f"adaptive_avg_pool{nd}d to {sizes}", x, "; only to 1, or to its size")
         over = tuple(d for n, d in zip(sizes, dims) if n == 1)
         return mean_over(x, over, True) if over else on_locals(torch.clone, (x,), x.dims)
@@ -549,10 +543,6 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
         d, (before, after) = x.ndim - 1 - i, pad[2 * i : 2 * i + 2]
         length = dim_size(dims[d])
         wider = length + before + after
-        if wider < 0:
-            raise RuntimeError(
-                f"pad {tuple(pad)}: dim {d} of {length} would have {wider} positions"
-            )
         chunks = dims[d][0].chunks
         if not is_split_dim(dims[d]):
             steps.append(_whole_pad(d, i, before, after, length, mode, fill))
@@ -588,6 +578,8 @@ def _circular_pad(x: Any, pad: Sequence[int], mode: str = "constant", value: Any
         d, (before, after) = x.dim() - 1 - i, (min(p, 0) for p in pad[2 * i : 2 * i + 2])
         if before or after:
             x = x.narrow(d, -before, x.shape[d] + before + after)
+    if not x.numel():  # of which torch gives numbers that nobody wrote
+        raise refused("a circular pad of nothing", x)
     return F.pad(x, [max(p, 0) for p in pad], mode)
 
 

@@ -289,7 +289,7 @@ def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
             drawn = drawn.where(drawn != special, (special + 1) % vocabulary)
         return drawn.to(device)
 
-    stacks = getattr(config, "is_encoder_decoder", False)
+    stacks = bool(getattr(config, "is_encoder_decoder", False))
     if "input_ids" in names:
         call = {"input_ids": ids(length + 9 * stacks)}
     elif "pixel_values" in names:
@@ -304,7 +304,7 @@ def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
     else:
         raise UnsupportedError(f"{type(model).__name__} takes no input_ids: give a call, batch=")
     labels = ids(length)
-    each = labels, labels % getattr(model.config, "num_labels", 2), torch.zeros(1, dtype=torch.long)
+    each = labels, labels % (getattr(model.config, "num_labels", 2) or 2), torch.zeros(1).long()
     calls = [call | {"labels": t.to(device)} for t in each] if "labels" in names else []
     call = call | ({"decoder_input_ids": labels} if stacks else {})
     return [*calls, call]
