@@ -221,12 +221,7 @@ OTHERS = {
         {},
         LIMIT,
     ),
-    "SkyReelsV2": (
-        (2, 4, 3, 4, 6),
-        {"attention_head_dim": 12, "rope_max_seq_len": 32},
-        {},
-        LIMIT,
-    ),
+    "SkyReelsV2": ((2, 4, 3, 4, 6), {"attention_head_dim": 12, "rope_max_seq_len": 32}, {}, LIMIT),
     "StableAudioDiT": (
         (2, 4, 16),
         {"sample_size": 16, "num_key_value_attention_heads": 2, "time_proj_dim": 8}
