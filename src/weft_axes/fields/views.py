@@ -531,15 +531,16 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None) -> Recipe:
     (axis,) = axes
     goal = [whole(dim_size(q)) if axis in split_axes(q) else q for q in goal]
     pieces, goals = [], {}
+    split = [t.as_one("concatenating", d) for t in parts if t.is_split(d)]
     for i, t in enumerate(parts):
-        held = t.dims[d]
+        n, held = t.shape[d], t.dims[d]
         if t.is_split(d):
-            piece = t.as_one("concatenating", d)
+            piece: Any = t.as_one("concatenating", d)
         else:
-            ranks = Held.of(t.region.layout, axis, 0, contiguous=True)
-            piece = ranks.alone(_owner(parts, i, d), t.shape[d])
-            if t.shape[d] >= len(ranks):
-                piece = t.region.chunks_like(axis, t.shape[d])
+            if n < len(split[0]):
+                piece = split[0].alone(_owner(parts, i, d), n)
+            else:
+                piece = t.region.chunks_beside(split, t.region.chunks_like(axis, n))
             held = split_dim(piece)
         pieces.append(piece)
         goals[t.index] = [q if k != d else held for k, q in enumerate(goal)]
@@ -601,11 +602,9 @@ def column_stack(tensors: Sequence[Tensor], *, out: None = None) -> Tensor:
 def _atleast(n: int) -> None:
     @composite(getattr(torch, f"atleast_{n}d"))
     def atleast(*tensors: Any) -> Any:
-        several = (
-            tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-        )
+        several = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         made = tuple(_with_dims(t, n) for t in several)
-        return made[0] if len(tensors) == 1 and isinstance(tensors[0], Tensor) else made
+        return made[0] if len(made) == 1 and several is tensors else made
 
 
 def _with_dims(t: Tensor, n: int) -> Tensor:
