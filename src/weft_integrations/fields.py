@@ -201,7 +201,7 @@ class _Calls:
         self, dim_of: Callable, names: list[str], module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
         """Before a module: whole tensors that it gets become fields."""
-        if not self.inside:
+        if not self.inside and consistency.backward_pass() < 0:  # no layer that is recomputed
             raise UnsupportedError(
                 f"a {type(module).__name__} of a {type(self.model).__name__} is called by itself:"
                 f" ranks compare calls of {', '.join(METHODS)} only; weft.restore(model) first"
