@@ -251,5 +251,5 @@ def vdot(a: Tensor, b: Tensor, *, out: None = None) -> Tensor:
 
 @composite(F.bilinear)
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = torch.einsum("...i,oij,...j->...o", a, weight, b)
+    y = without_autocast(torch.einsum)("...i,oij,...j->...o", a, weight, b)
     return y if bias is None else y + bias

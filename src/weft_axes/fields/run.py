@@ -48,6 +48,7 @@ from .positions import POSITIONWISE
 from .registry import (
     COMPOSITE,
     DIRECT,
+    OF_ARGUMENTS,
     RULES,
     Direct,
     KeptRecipe,
@@ -80,8 +81,6 @@ _TO_OTHER_SHAPES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
     *("as_strided_", "resize_as_", "swap_dims_"),
 )
-#: What functions raise of arguments that they do not take.
-_OF_ARGUMENTS = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
 
@@ -223,7 +222,7 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         result = kept.run(*args, **kwargs)
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
-    except _OF_ARGUMENTS as error:
+    except OF_ARGUMENTS as error:
         if isinstance(error, WeftError | IndexError | torch.OutOfMemoryError):
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
@@ -247,7 +246,7 @@ def _by_fallback(func: Callable, args: tuple, kwargs: dict, failed: NoRule) -> A
         raise failed
     recipe = _whole(call)
     if not recipe.writes:  # results that torch has as views of a field are none
-        with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
+        with contextlib.suppress(*OF_ARGUMENTS):
             facts = call.ask()
     kept, result = call(recipe, facts)
     call.keep(kept)
