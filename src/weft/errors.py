@@ -37,6 +37,23 @@ class RankError(WeftError, RuntimeError):
     """Another rank failed, disagreed, or did not answer within the limit."""
 
 
+#: What of `pip install -e ".[...]"` brings a package.
+_EXTRAS = dict.fromkeys(("typer", "rich", "matplotlib", "tensorboard"), "cli")
+_EXTRAS |= {"transformers": "transformers", "sklearn": "tables", "pandas": "tables"}
+
+
+def lacks(what: str, error: ImportError) -> str:
+    """What to type where a package is not installed; raises the error of any other package.
+
+    >>> lacks("weft train", ModuleNotFoundError(name="tensorboard"))
+    "weft train needs tensorboard: in the clone of weft, pip install -e '.[cli]'"
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        raise error
+    return f"{what} needs {package}: in the clone of weft, pip install -e '.[{_EXTRAS[package]}]'"
+
+
 def printable(text: str) -> str:
     r"""Text that does nothing to a terminal: controls and changes of direction become escapes.
 

@@ -5,9 +5,9 @@ import sys
 try:
     from .cli import app
 except ModuleNotFoundError as error:
-    if error.name not in ("typer", "rich"):
-        raise
-    sys.exit(f"weft's commands need {error.name}: pip install 'weft-attention[cli]'")
+    from weft.errors import lacks
+
+    sys.exit(lacks("the command line of weft", error))
 
 if __name__ == "__main__":
     app()

@@ -87,29 +87,13 @@ def _loaded(name: str) -> Callable[..., Any]:
     try:
         return function_of(name)
     except ModuleNotFoundError as error:
-        typer.echo(lacks(name, error), err=True)
+        from weft.errors import lacks
+
+        typer.echo(lacks(f"weft {name}", error), err=True)
         raise typer.Exit(1) from None
     finally:
         gc.freeze()
         gc.enable()
-
-
-#: The extra that brings a package which a command imports.
-EXTRAS = {"transformers": "transformers"} | dict.fromkeys(
-    ("typer", "rich", "matplotlib", "tensorboard"), "cli"
-)
-
-
-def lacks(name: str, error: ModuleNotFoundError) -> str:
-    """The message of a command whose package is not installed.
-
-    >>> lacks("train", ModuleNotFoundError(name="tensorboard"))
-    "weft train needs tensorboard: pip install 'weft-attention[cli]'"
-    """
-    package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
-        raise error
-    return f"weft {name} needs {package}: pip install 'weft-attention[{EXTRAS[package]}]'"
 
 
 def _show(error: Exception) -> None:

@@ -20,17 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weft._torch import (
-    active_ddp,
-    fsdp_groups,
-    in_transform,
-    is_fsdp,
-    outside_graphs,
-)
+from weft._torch import active_ddp, fsdp_groups, in_transform, is_fsdp, outside_graphs
 from weft.comm.once_differentiable import transformed
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.collectives import invariant_to_replicate, scale_backward
+from weft.plan.held import Held
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
@@ -215,8 +210,12 @@ class _Calls:
         def split(place: int, name: str, x: Any) -> Any:
             dim = None if isinstance(x, Field) else dim_of(place, name, x)
             self.entered |= dim is not None or isinstance(x, Field)
-            return x if dim is None else cut(x, self.layout, {self.axis: dim}, self.report)
+            if dim is not None:
+                x = cut(x, self.layout, {self.axis: dim}, self.report, beside=beside)
+                beside.extend(f.chunks for f in x._dims[dim] if f.chunks is not None)
+            return x
 
+        beside: list[Held] = []
         places = {name: place for place, name in enumerate(names)}
         padded = (*names, *("" for _ in args))  # of *args
         given = tuple(split(i, name, x) for i, (name, x) in enumerate(zip(padded, args)))

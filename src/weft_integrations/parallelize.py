@@ -133,11 +133,6 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _origins(model: nn.Module) -> set[str]:
-    """Packages of a model's classes; of one in adapters, those of the model within."""
-    return {kind.__module__.partition(".")[0] for kind in type(within_adapters(model)).__mro__}
-
-
 def _layouts(model: nn.Module) -> list[Layout]:
     layouts = (getattr(module, "layout", None) for module in model.modules())
     return [layout for layout in layouts if isinstance(layout, Layout)]
@@ -151,7 +146,8 @@ def _ranks(layout: Layout) -> tuple[Any, ...]:
 
 
 def _package(model: nn.Module) -> str:
-    origins = _origins(model)
+    # Packages of its classes; of one in adapters, of those of the model within.
+    origins = {kind.__module__.partition(".")[0] for kind in type(within_adapters(model)).__mro__}
     for package in _PACKAGES:
         if package in origins:
             return package

@@ -293,11 +293,7 @@ def test_two_kinds_of_calls_end_in_a_refusal_that_names_both(pool, tmp_path):
     assert not wrong
 
 
-SUMMANDS = {
-    "size": lambda x: x[:2],
-    "dtype": lambda x: x.double(),
-    "rank": lambda x: x[None],
-}
+SUMMANDS = {"size": lambda x: x[:2], "dtype": lambda x: x.double(), "rank": lambda x: x[None]}
 
 
 def _sum_differs(rank: int, what: str) -> str:

@@ -219,12 +219,7 @@ def _one_refuses_dtensors(rank: int) -> list[str]:
     layout = Layout.load("ring-4").build("cpu", timeout=30.0)
     good = layout.distribute(torch.randn(2, 4, 8, 4), {"tokens": 2})
     whole = distribute_tensor(torch.randn(2, 4, 8, 4), layout.device_mesh, [Replicate()])
-    wrong = [
-        {"k": whole},
-        {"k": good.to_local()},
-        {"axis": ("tokens", "rows")},
-        {"length": 8},
-    ]
+    wrong = [{"k": whole}, {"k": good.to_local()}, {"axis": ("tokens", "rows")}, {"length": 8}]
     text = []
     for changes in wrong:
         given = {"q": good, "k": good, "v": good, "axis": "tokens"}

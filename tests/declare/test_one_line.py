@@ -25,10 +25,7 @@ LINES = {
         "mesh": {"ulysses": 2, "ring": 4},
         "shard": {"tokens": ["ulysses", "ring"]},
         "attend": {
-            "tokens": [
-                {"strategy": "ulysses", "on": "ulysses"},
-                {"strategy": "ring", "on": "ring"},
-            ]
+            "tokens": [{"strategy": "ulysses", "on": "ulysses"}, {"strategy": "ring", "on": "ring"}]
         },
     },
     "tokens(zigzag): ring=-1": {
@@ -77,10 +74,7 @@ LINES = {
         "mesh": {"ring": 2, "pass_q": 3},
         "shard": {"lat": ["ring"], "lon": ["pass_q"]},
         "attend": {
-            "lat+lon": [
-                {"strategy": "ring", "on": "ring"},
-                {"strategy": "pass_q", "on": "pass_q"},
-            ]
+            "lat+lon": [{"strategy": "ring", "on": "ring"}, {"strategy": "pass_q", "on": "pass_q"}]
         },
     },
     "tokens: ulysses=2 × tile=2x3": {

@@ -214,14 +214,8 @@ MESHES = {
 }
 
 STACKS = {
-    "three rings": (
-        {"a": 2, "b": 3, "c": 2},
-        [("ring", "a"), ("ring", "b"), ("ring", "c")],
-    ),
-    "three pass-Q": (
-        {"a": 2, "b": 3, "c": 2},
-        [("pass_q", "a"), ("pass_q", "b"), ("pass_q", "c")],
-    ),
+    "three rings": ({"a": 2, "b": 3, "c": 2}, [("ring", "a"), ("ring", "b"), ("ring", "c")]),
+    "three pass-Q": ({"a": 2, "b": 3, "c": 2}, [("pass_q", "a"), ("pass_q", "b"), ("pass_q", "c")]),
     "two tiles": ({"a": 2, "b": 2, "c": 2, "d": 2}, ["ring a", "pass_q b", "ring c", "pass_q d"]),
     "Ulysses outside a ring": ({"a": 2, "b": 3}, [("ulysses", "a"), ("ring", "b")]),
     "Ulysses inside a ring": ({"a": 3, "b": 2}, [("ring", "a"), ("ulysses", "b")]),

@@ -269,11 +269,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_layouts_on_which_choices_cannot_travel_are_refused(message) -> None:
     layout = weft.Layout.from_dict(
-        {
-            "mesh": {"x": 2},
-            "shard": {"tokens": ["x"]},
-            "attend": {"tokens": [REFUSED[message]]},
-        }
+        {"mesh": {"x": 2}, "shard": {"tokens": ["x"]}, "attend": {"tokens": [REFUSED[message]]}}
     )
     with pytest.raises(UnsupportedError, match=message):
         run_threads({"x": 2}, lambda t: attended(layout.on(t), drawn(1, 1)), timeout=10)

@@ -319,6 +319,17 @@ def test_a_rank_keeps_its_share_and_receives_strips():
         assert received * 20 < gathered
 
 
+def test_joined_parts_are_attended_in_the_least_room():
+    def rank(layout):
+        cut = (Field.distribute(torch.randn(1, 2, n, 4), layout, {"tokens": 2}) for n in (13, 5))
+        x = torch.cat([*cut], 2)  # of 10 and 8 tokens, attended as 10 and 9
+        with weft.traffic(layout) as moved:
+            F.scaled_dot_product_attention(x, x, x)
+        return moved.by_tensor()["out"]
+
+    assert weft.on_threads(Layout.parse("tokens: ulysses=2"), rank) == [10 * 4 * 4, 9 * 4 * 4]
+
+
 #: functions that look positions up, or fill what is outside
 LOOKED_UP = {
     "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),

@@ -340,11 +340,7 @@ CALLS: dict[str, Callable | tuple] = {
         [draw(2, 3, 6, 5), GATE],
         at(1),
     ),
-    "squeeze of it": (
-        lambda x, w: F.conv2d(x, w).squeeze(2),
-        [draw(2, 3, 6, 5), GATE],
-        at(1),
-    ),
+    "squeeze of it": (lambda x, w: F.conv2d(x, w).squeeze(2), [draw(2, 3, 6, 5), GATE], at(1)),
     "cat with an empty one": (
         lambda a, b: torch.cat([a, b], 1),
         [ones(0), draw(5, 5)],

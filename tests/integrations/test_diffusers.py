@@ -221,12 +221,7 @@ OTHERS = {
         {},
         LIMIT,
     ),
-    "SkyReelsV2": (
-        (2, 4, 3, 4, 6),
-        {"attention_head_dim": 12, "rope_max_seq_len": 32},
-        {},
-        LIMIT,
-    ),
+    "SkyReelsV2": ((2, 4, 3, 4, 6), {"attention_head_dim": 12, "rope_max_seq_len": 32}, {}, LIMIT),
     "StableAudioDiT": (
         (2, 4, 16),
         {"sample_size": 16, "num_key_value_attention_heads": 2, "time_proj_dim": 8}
@@ -297,16 +292,24 @@ def test_layouts_text_and_lengths_of_all_kinds():
         _assert_exact(line, *_seeded(_flux, text, image), how)
 
 
-def test_text_and_image_are_attended_together_as_they_are_stored():
-    whole, inputs = _seeded(_flux, 8, 24)
+@pytest.mark.parametrize(
+    ("text", "image", "how"), [(8, 24, "sharded"), (5, 13, "sharded"), (5, 13, "whole")]
+)
+def test_text_and_image_are_attended_together_as_they_are_stored(text, image, how):
+    whole, inputs = _seeded(_flux, text, image)
+    of_head = 2 * 2 * (text + image) * 16 * 8  # both calls, both rows, 16 fp64 numbers
 
-    def rank(layout: Layout) -> None:
-        model = parallelize(copy.deepcopy(whole), layout)
+    def rank(layout: Layout) -> dict[str, int]:
+        model = parallelize(copy.deepcopy(whole), layout, text=how)
         with weft.traffic() as moved, torch.no_grad():
             model(**inputs)
-        assert moved.by_tensor().keys() == {"kv", "gather"}
+        return {name: moved.by_tensor()[name] for name in ("qkv", "out", "kv")} | {
+            "align": moved.by_tensor().get("align", 0)
+        }
 
-    weft.on_threads(Layout.parse("tokens: ring=4"), rank)
+    found = weft.on_threads(Layout.parse("tokens: ring=2 x ulysses=2"), rank)
+    sums = {name: sum(sent[name] for sent in found) for name in found[0]}
+    assert sums == {"qkv": 3 * of_head, "out": of_head, "kv": 4 * of_head, "align": 0}
 
 
 class _Mixes(torch.nn.Module):

@@ -23,7 +23,7 @@ from weft_axes.fetching import rectangles
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
         "NOT RUN: transformers is not installed, so nothing here says that its models generate; "
-        "pip install 'weft-attention[transformers]'",
+        "pip install -e '.[transformers]'",
         allow_module_level=True,
     )
 
@@ -65,6 +65,14 @@ MODELS = {
             **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4},
             **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1},
             **{"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        )
+    ),
+    # Attends to the keys of a cache by itself: every rank computes all of it.
+    "git": lambda: hf.GitForCausalLM(
+        hf.GitConfig(
+            **SIZES,
+            vision_config=dict.fromkeys(("hidden_size", "image_size", "patch_size"), 8)
+            | dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1),
         )
     ),
 }

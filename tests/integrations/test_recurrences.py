@@ -14,7 +14,7 @@ from weft.layout import Layout
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
         "NOT RUN: transformers is not installed, so nothing here says that its models work; "
-        "pip install 'weft-attention[transformers]'",
+        "pip install -e '.[transformers]'",
         allow_module_level=True,
     )
 
@@ -115,6 +115,12 @@ def test_a_position_0_within_a_row_starts_a_recurrence_anew():
     batch = {"attention_mask": seen.long(), "labels": labels, "position_ids": positions}
     found = on_layout(model, "tokens: ring=3", tokens, **batch)
     off, which = found.off(one_device(model, tokens, **batch), seen)
+    assert off < EXACT, which
+
+
+def test_recurrent_layers_without_attention_take_their_own_positions():
+    model = build("recurrent_gemma", block_types=("recurrent",), use_cache=False)
+    off, which = on_layout(model, "tokens: ring=3", ids()).off(one_device(model, ids()))
     assert off < EXACT, which
 
 

@@ -51,14 +51,8 @@ GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_po
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = {
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL)),
-    "gpt2": (
-        hf.GPT2LMHeadModel,
-        hf.GPT2Config(**GPT2, **NO_DROPOUT, attn_implementation="eager"),
-    ),
-    "mistral": (
-        hf.MistralForCausalLM,
-        hf.MistralConfig(**SMALL, sliding_window=6),
-    ),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2, **NO_DROPOUT, attn_implementation="eager")),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**SMALL, sliding_window=6)),
     "gemma3": (
         hf.Gemma3ForCausalLM,
         hf.Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 3}, head_dim=8, sliding_window=6),
@@ -235,11 +229,7 @@ BATCHES = {
         "attention_mask": LEFT,
         "position_ids": (LEFT.cumsum(-1) - 1).clamp(min=0),
     },
-    "a shard of padding": {
-        "input_ids": IDS[1:],
-        "labels": LABELS[1:],
-        "attention_mask": RIGHT[1:],
-    },
+    "a shard of padding": {"input_ids": IDS[1:], "labels": LABELS[1:], "attention_mask": RIGHT[1:]},
     "shifted labels": {"input_ids": IDS, "labels": LABELS, "shift_labels": LABELS.flip(1)},
     "a number of labels": BOTH | {"num_items_in_batch": torch.tensor(31)},
     "a plain number of labels": BOTH | {"num_items_in_batch": 31},

@@ -14,7 +14,7 @@ from weft.layout import Layout
 if importlib.util.find_spec("tabicl") is None:
     pytest.skip(
         "NOT RUN: tabicl is not installed, so nothing here says that its models work; "
-        "pip install 'weft-attention[tabicl]'",
+        "pip install -e '.[tabicl]'",
         allow_module_level=True,
     )
 

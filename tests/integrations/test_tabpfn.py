@@ -18,7 +18,7 @@ from weft.layout import Layout
 if importlib.util.find_spec("tabpfn") is None:
     pytest.skip(
         "NOT RUN: tabpfn is not installed, so nothing here says that its models work; "
-        "pip install 'weft-attention[tabpfn]'",
+        "pip install -e '.[tabpfn]'",
         allow_module_level=True,
     )
 

@@ -15,7 +15,7 @@ from weft.layout import Layout
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
         "NOT RUN: transformers is not installed, so nothing here says that its models work; "
-        "pip install 'weft-attention[transformers]'",
+        "pip install -e '.[transformers]'",
         allow_module_level=True,
     )
 

@@ -21,14 +21,7 @@ from torch import Tensor
 import weft
 from weft._torch import cuda_flash_backward, cuda_flash_forward, cudnn_backward, cudnn_forward
 from weft.errors import UnsupportedError
-from weft.kernels import (
-    Request,
-    TileView,
-    choose_kernel,
-    cudnn,
-    fused,
-    named,
-)
+from weft.kernels import Request, TileView, choose_kernel, cudnn, fused, named
 from weft.kernels.base import HALF
 from weft.masks.part import Renumbered
 from weft.plan import plan as planning
@@ -106,8 +99,7 @@ def apart(tensors, view: TileView, backward: bool):
 @pytest.mark.parametrize("lse_grad", [False, True])
 @pytest.mark.parametrize("name", ["contiguous", "b n h d", "sliced", "transposed"])
 @pytest.mark.parametrize(
-    ("causal", "segments"),
-    [(True, ((3, 3), (1, 1), (5, 5))), (False, ((3, 4), (6, 1), (1, 7)))],
+    ("causal", "segments"), [(True, ((3, 3), (1, 1), (5, 5))), (False, ((3, 4), (6, 1), (1, 7)))]
 )
 def test_documents_are_one_call_of_torchs_flash(
     torch_flash, causal: bool, segments, name: str, lse_grad: bool

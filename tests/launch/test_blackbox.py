@@ -16,13 +16,7 @@ from world import cli
 
 import weft
 from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
-from weft_cli.inspect.blackbox import (
-    Box,
-    RecordedLine,
-    describe_run,
-    load_records,
-    read_records,
-)
+from weft_cli.inspect.blackbox import Box, RecordedLine, describe_run, load_records, read_records
 
 ZERO, ONE = ((0, 0),), ((1, 1),)
 

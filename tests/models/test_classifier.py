@@ -29,11 +29,7 @@ SPEC = ModelSpec.from_dict(
         "head": "table",
         "axes": ["batch", "rows", "features", "embed"],
         "sizes": {"embed": 16, "heads": 4, "classes": 3},
-        "block": [
-            {"attend": "features"},
-            {"attend": "rows", "mask": "first-keys"},
-            {"mlp": 16},
-        ],
+        "block": [{"attend": "features"}, {"attend": "rows", "mask": "first-keys"}, {"mlp": 16}],
         "train": {"length": {"features": [1, 6]}},
     },
     name="tiny",

@@ -17,11 +17,7 @@ from weft.layout import Layout
 from weft_models.models import ModelSpec
 from weft_models.routing import RoutedAttention, routed_modules, routing_penalty
 from weft_models.routing.attention import routed_attention
-from weft_models.routing.report import (
-    heaviest_blocks,
-    measure_routing,
-    observe,
-)
+from weft_models.routing.report import heaviest_blocks, measure_routing, observe
 from weft_models.routing.router import Router
 from weft_models.train import fit, stream
 

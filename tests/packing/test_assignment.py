@@ -137,12 +137,7 @@ def computed(layout: Layout, lengths: list[int], window: int | None = None, rank
     heads, batch = 8, layout.size("batch")
     for rank in range(layout.world_size) if ranks is None else ranks:
         plan = on.plan(
-            "tokens",
-            length=sum(lengths),
-            heads=heads,
-            batch=batch,
-            mask=assignment.mask,
-            rank=rank,
+            "tokens", length=sum(lengths), heads=heads, batch=batch, mask=assignment.mask, rank=rank
         )
         chunk = index_at(layout.mesh, layout.shard_dims("tokens"), coordinates(layout.mesh, rank))
         group = group_of[chunk]

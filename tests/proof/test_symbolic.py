@@ -25,12 +25,7 @@ from weft_proof.coverage import count_visible, tile_defects, visible_ranges
 from weft_proof.flow import program_defects
 from weft_proof.rendezvous import rendezvous
 from weft_proof.representatives import covering
-from weft_proof.states import (
-    chain_defects,
-    composition_defects,
-    place_defects,
-    prove_states,
-)
+from weft_proof.states import chain_defects, composition_defects, place_defects, prove_states
 
 LINES = (
     "tokens: ring=4",

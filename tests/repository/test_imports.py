@@ -17,6 +17,7 @@ from world import cli
 import weft
 from weft import _doors
 from weft._doors import PACKAGES
+from weft.errors import _EXTRAS
 from weft_cli.cli import COMMANDS, function_of
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,20 @@ def test_a_command_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("weft_cli.cli.function_of", lacking)
     shown = cli("verify", "llama", code=1)
-    assert "weft verify needs transformers: pip install 'weft-attention[transformers]'" in shown
+    assert "weft verify needs transformers: in the clone of weft, pip install -e '.[trans" in shown
+
+
+def test_errors_know_the_extras() -> None:
+    """Those of pyproject.toml; without typer the command line says so, too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {"sklearn": "scikit-learn"}
+    for package, extra in _EXTRAS.items():
+        listed = " ".join(project["optional-dependencies"][extra])
+        assert brought.get(package, package) in listed
+    code = "import sys; sys.modules['typer'] = None; import weft_cli.__main__"
+    lone = [sys.executable, "-c", code]
+    made = subprocess.run(lone, capture_output=True, text=True, timeout=60)
+    assert "the command line of weft needs typer: in the clone of weft" in made.stderr
 
 
 def test_what_benchmarks_and_tutorials_import_is_there() -> None:

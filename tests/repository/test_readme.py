@@ -126,11 +126,7 @@ def test_the_measured_table_is_what_was_measured():
 
 
 #: Options of these tests: of an option that is there twice, the last counts.
-QUICKER = {
-    "check": ["--threads"],
-    "plan": ["--devices", "8"],
-    "rates": ["--length", "512"],
-}
+QUICKER = {"check": ["--threads"], "plan": ["--devices", "8"], "rates": ["--length", "512"]}
 
 
 @pytest.mark.slow

@@ -81,11 +81,7 @@ def results(layout, line_options, full, travel="latents", s=None, dtype=torch.fl
     expand = Expansion(module, travel=travel)
     with weft.traffic() as moved:
         out, lse = weft.attention(
-            *(q, c, r, layout, "tokens", mask),
-            length=n,
-            return_lse=True,
-            expand=expand,
-            **options,
+            *(q, c, r, layout, "tokens", mask), length=n, return_lse=True, expand=expand, **options
         )
         seen = torch.isfinite(lse)
         loss = (out * dout).sum() + (torch.where(seen, lse, 0.0) * dlse).sum()

@@ -62,11 +62,7 @@ def assert_exact(layout: weft.Layout, axis: str, *case) -> None:
 
 
 #: A covering of masks, a gradient through the logsumexp or none, and both kinds of messages.
-CASES = [
-    ("full", False, False),
-    ("causal", True, False),
-    ("documents", False, True),
-]
+CASES = [("full", False, False), ("causal", True, False), ("documents", False, True)]
 #: A chunk is passed on while its own rank lets go of it.
 RELAYED = "tokens: pass_q=2 x ring=4"
 QUICK = [

@@ -6,16 +6,7 @@ from draw import COMPUTE, MOVING, Dim, layout_of
 from exact import Case, assert_exact
 from hypothesis import HealthCheck, given, settings
 
-from weft.masks import (
-    Causal,
-    Documents,
-    FirstKeys,
-    Full,
-    KeyPadding,
-    MaskMod,
-    Window,
-    prefix_lm,
-)
+from weft.masks import Causal, Documents, FirstKeys, Full, KeyPadding, MaskMod, Window, prefix_lm
 from weft.plan.order import ORDERS
 
 RANKS = 24

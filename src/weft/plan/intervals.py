@@ -47,7 +47,7 @@ def _first(span: Span, intervals: Intervals) -> int | None:
     """The first index of a span that is in one of some intervals."""
     start, count, step = span
     last = span.last
-    for i in range(bisect_left(intervals, start, key=_high), len(intervals)):
+    for i in range(bisect_left(intervals, start, key=lambda each: each[1]), len(intervals)):
         low, high = intervals[i]
         if low > last:
             return None
@@ -60,20 +60,12 @@ def _first(span: Span, intervals: Intervals) -> int | None:
 def _last(span: Span, intervals: Intervals) -> int:
     """The last index of a span that is in one of some intervals, if any is."""
     start, count, step = span
-    for i in range(bisect_right(intervals, span.last, key=_low) - 1, -1, -1):
+    for i in range(bisect_right(intervals, span.last, key=lambda each: each[0]) - 1, -1, -1):
         low, high = intervals[i]
         index = min(count - 1, (high - start) // step)
         if start + index * step >= low:
             return index
     raise ValueError(f"{span} has no position in {intervals}")
-
-
-def _low(interval: Interval) -> int:
-    return interval[0]
-
-
-def _high(interval: Interval) -> int:
-    return interval[1]
 
 
 class SpanTable:

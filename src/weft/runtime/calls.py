@@ -213,9 +213,9 @@ class BoundCall:
             whole = total, rest[1] * self.layout.size(HEADS)
             slices = slices_of(self.call.mask, content, plan.problem, whole, channel)
             plan = self._plan_by(slices, rest, q, batches)
-        number = [channel.number] if self.mesh_dims else []
-        seen = [number_of(content)] if self.has_functions else []
-        return plan, channel, _numbers_of(*number, *batches, *seen)
+        numbers = [channel.number, *batches] if self.mesh_dims else [*batches]
+        numbers += [number_of(content)] if self.has_functions else []
+        return plan, channel, torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def _plan_by(
         self, slices: Slices | None, rest: list[int], like: Tensor, batches: tuple[int, ...]
@@ -377,10 +377,6 @@ class BoundCall:
 def gradients_wanted(*tensors: Tensor | None) -> str:
     """ "wanted" if a call will have a backward pass; all ranks must agree, as all take part."""
     return "wanted" if any(t is not None and t.requires_grad for t in tensors) else "none"
-
-
-def _numbers_of(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:

@@ -32,14 +32,7 @@ from weft.move.take import TakePassing
 from weft.move.windows import TakePass
 
 from .chain import Step, chained
-from .fragments import (
-    ChainExchange,
-    Fragments,
-    Piece,
-    StateExchange,
-    chunk_of,
-    fragments,
-)
+from .fragments import ChainExchange, Fragments, Piece, StateExchange, chunk_of, fragments
 from .ops import StatesPassing
 
 if TYPE_CHECKING:
@@ -50,10 +43,7 @@ _STATES, _HALO = "state", "halo"
 GROUPS = 4
 #: Ranks up to which every one gets the maps of all, where a layout leaves it open.
 MOST_GATHERED = 8
-_OPS = {
-    _STATES: torch.ops.weft.states,
-    _HALO: torch.ops.weft.take,
-}
+_OPS = {_STATES: torch.ops.weft.states, _HALO: torch.ops.weft.take}
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 

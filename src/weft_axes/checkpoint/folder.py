@@ -149,10 +149,11 @@ def write_file(
     with failing(path, "written"):
         with replacing(path, synced=True) as partial:
             save_file(tensors, partial, metadata={"DCP_SHARDING_INFO": json.dumps(starts)})
-        file = _file(path)
+        with open_to_read(path) as file:
+            size, digest = os.fstat(file.fileno()).st_size, _hash(file)
     return {
         "name": path.name,
-        "file": file.model_dump(),
+        "file": {"bytes": size, "sha256": digest},
         "blocks": [
             [name, _name_of(tensors[name].dtype), [*shape], [*start], [*block.shape]]
             for name, (block, start, shape) in blocks.items()
@@ -315,12 +316,6 @@ def _own_memory(block: Tensor) -> Tensor:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _file(path: Path) -> File:
-    """Size and digest of a file."""
-    with open_to_read(path) as file:
-        return File(bytes=os.fstat(file.fileno()).st_size, sha256=_hash(file))
 
 
 def digest(path: Path) -> str:

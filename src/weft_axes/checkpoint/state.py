@@ -12,15 +12,7 @@ from weft.errors import did_you_mean
 from weft.layout import Layout
 
 from .folder import CheckpointError, Index, Stored, read_into
-from .shards import (
-    GROUPS,
-    MODEL,
-    STATE,
-    extra_modules,
-    in_words,
-    parameter_names,
-    shards,
-)
+from .shards import GROUPS, MODEL, STATE, extra_modules, in_words, parameter_names, shards
 from .values import decode
 
 

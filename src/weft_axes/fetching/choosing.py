@@ -215,10 +215,7 @@ def _lists(
     plan: ListPlan, transport: Messages, iq: Tensor, ik: Tensor, weights: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """Scores and positions (b, n, K) of the best keys of this rank's queries."""
-    groups = (
-        (plan.rows, plan.key_spans(), (ik,)),
-        (plan.lists, plan.query_spans(), (iq, weights)),
-    )
+    groups = ((plan.rows, plan.key_spans(), (ik,)), (plan.lists, plan.query_spans(), (iq, weights)))
     (ik,), (iq, weights) = (
         [_of_ranks(transport, t, dims, spans) for t in tensors] for dims, spans, tensors in groups
     )

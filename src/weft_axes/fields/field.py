@@ -26,6 +26,7 @@ from weft._uploads import uploaded
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.collectives import scale_backward
+from weft.plan.held import Held
 from weft.plan.lengths import check_axis_lengths
 from weft.plan.order import each_position
 
@@ -308,23 +309,26 @@ def cut(
     dims: Mapping[str, int],
     report: WholeReport | None = None,
     averaged: bool = False,
+    beside: Sequence[Held] = (),
 ) -> Field:
     """The field of a tensor that every rank made whole; its gradients are shares of one.
 
     With `averaged`, gradients of plain tensors are shares of as many as there are ranks.
     """
-    region, placed = _chunked(x, layout, dims, report, averaged)
+    region, placed = _chunked(x, layout, dims, report, averaged, beside=beside)
     y = placed_like(x, [whole(n) for n in x.shape], placed, region)
     return Field(y.clone() if y is not x else y.view_as(y), region.place(placed, x.stride()))
 
 
-def _chunked(x: Tensor, layout: Layout, dims: Mapping[str, int], *rest: Any) -> tuple:
+def _chunked(
+    x: Tensor, layout: Layout, dims: Mapping[str, int], *rest: Any, beside: Sequence[Held] = ()
+) -> tuple:
     """A region, and the dims of a whole tensor that is split; one of one position is whole."""
     region, at = _region(layout, dims, x.dim(), layout.sharding, *rest)
     placed: list[Dim] = [whole(n) for n in x.shape]
     for axis in at.keys() & {*region.axes}:
-        if x.shape[at[axis]] != 1:
-            placed[at[axis]] = split_dim(region.chunks(axis, x.shape[at[axis]]))
+        if (n := x.shape[at[axis]]) != 1:
+            placed[at[axis]] = split_dim(region.chunks_beside(beside, region.chunks(axis, n)))
     return region, placed
 
 

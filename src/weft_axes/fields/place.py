@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +62,15 @@ class FieldRegion:
             return self.chunks(axis, length)
         except ShapeError:
             return Held.of(self.layout, axis, length, contiguous=True)
+
+    def chunks_beside(self, others: Sequence[Held], alike: Held) -> Held:
+        """As many positions, where possible by chunks that fill others up to the layout's."""
+        held = [*map(sum, zip(*(chunks.counts for chunks in others)))]
+        every = self.chunks_like(alike.axis, sum(held) + alike.length).counts
+        more = tuple(map(operator.sub, every, held))
+        if more == alike.counts or min(more, default=-1) < 0:
+            return alike
+        return alike.contiguous([*itertools.accumulate(more, initial=0)])
 
     def chunk(self, axis: str) -> int:
         """The number of this rank's chunk."""

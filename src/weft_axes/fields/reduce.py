@@ -388,20 +388,14 @@ for _name, _results in (("var", 1), ("std", 1), ("var_mean", 2), ("std_mean", 2)
         rule(_func)(_local_moments(_func, _results))
 
 
-def _local_norm(func: Any, at_dim: int) -> Callable:
+def _local_norm(func: Any) -> Callable:
     def norm(x: Part, *args: Any, **kwargs: Any) -> Recipe:
-        dim = kwargs.get("dim", args[at_dim] if len(args) > at_dim else None)
-        keepdim = kwargs.get("keepdim", args[at_dim + 1] if len(args) > at_dim + 1 else False)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
         out = reduced_dims(x.dims, over_dims(x, dim), keepdim)
         return on_locals(func, (x, *args), out, None, kwargs)
 
     return norm
-
-
-def _norms(at_dim: int, *functions: Any) -> None:
-    for func in functions:
-        rule(func)(_local_norm(func, at_dim))
-        composite(func)(_split_norm)
 
 
 def _split_norm(
@@ -447,8 +441,10 @@ def _root(x: Tensor, power: float = 0.5) -> Tensor:
     return torch.where(nothing, x, torch.where(nothing, 1, x).pow(power))
 
 
-_norms(1, *both("norm"), torch.linalg.vector_norm)
-rule(torch.linalg.norm)(_local_norm(torch.linalg.norm, 1))
+for _func in (*both("norm"), torch.linalg.vector_norm):
+    rule(_func)(_local_norm(_func))
+    composite(_func)(_split_norm)
+rule(torch.linalg.norm)(_local_norm(torch.linalg.norm))
 
 
 @composite(torch.linalg.norm)

@@ -34,7 +34,9 @@ def as_stored(sides: Sequence[Dim], region: FieldRegion) -> AsStored | None:
         return None
     found: list[tuple[Held, Held]] = []
     for chunks in (factor.chunks for side in sides for factor in side if factor.chunks is not None):
-        lengths = chunks.length, len(chunks.counts) * max(chunks.counts)
+        ranks, most = len(chunks.counts), max(chunks.counts)
+        least = max(chunks.length, ranks * (most - 1) + 1)
+        lengths = chunks.length, *range(least, ranks * most + 1)
         rooms = (region.chunks_like(chunks.axis, length) for length in lengths)
         fit = (room for room in rooms if all(map(operator.le, chunks.counts, room.counts)))
         found += ((chunks, room) for room in itertools.islice(fit, 1))

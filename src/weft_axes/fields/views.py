@@ -534,15 +534,15 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
     (axis,) = axes
     goal = [whole(dim_size(q)) if axis in split_axes(q) else q for q in goal]
     pieces, goals = [], {}
+    split: Any = [t.one_factor("concatenating", d).chunks for t in parts if t.is_split(d)]
     for i, t in enumerate(parts):
+        n = t.shape[d]
         if t.is_split(d):
-            piece = t.one_factor("concatenating", d).chunks
+            piece: Any = t.dims[d][0].chunks
+        elif n < len(split[0]):
+            piece = split[0].alone(_owner(parts, i, d), n)
         else:
-            ranks = Held.of(t.region.layout, axis, 0, contiguous=True)
-            piece = ranks.alone(_owner(parts, i, d), t.shape[d])
-            if t.shape[d] >= len(ranks):
-                piece = t.region.chunks_like(axis, t.shape[d])
-        assert piece is not None
+            piece = t.region.chunks_beside(split, t.region.chunks_like(axis, n))
         pieces.append(piece)
         goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
     goal[d] = split_dim(joined_chunks(tuple(pieces)))
@@ -605,11 +605,9 @@ def column_stack(tensors: Sequence[Tensor], *, out: None = None) -> Tensor:
 def _atleast(n: int) -> None:
     @composite(getattr(torch, f"atleast_{n}d"))
     def atleast(*tensors: Any) -> Any:
-        several = (
-            tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-        )
+        several = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         made = tuple(_with_dims(t, n) for t in several)
-        return made[0] if len(tensors) == 1 and isinstance(tensors[0], Tensor) else made
+        return made[0] if len(made) == 1 and several is tensors else made
 
 
 def _with_dims(t: Tensor, n: int) -> Tensor:

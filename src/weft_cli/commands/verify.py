@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from weft.errors import DeclarationError, did_you_mean
+from weft.errors import DeclarationError, did_you_mean, lacks
 from weft.layout import Layout
 from weft_planner.config_file import read_data
 
@@ -87,10 +87,8 @@ def build(
     """A model of a transformers class with random weights."""
     try:
         import transformers
-    except ImportError:
-        raise DeclarationError(
-            "weft verify needs transformers: pip install 'weft-attention[transformers]'"
-        ) from None
+    except ImportError as error:
+        raise DeclarationError(lacks("weft verify", error)) from None
     transformers.logging.set_verbosity_error()
     kind = getattr(transformers, name, None)
     path, data = read_data(config)

@@ -51,7 +51,7 @@ from .defaults import (
 from .facts import OTHER_INPUTS, VARLEN, RowFacts, padding_mask, sees_none, tokens_of
 from .fused_head import fused_head_by_rows
 from .mark import Mark
-from .parts import base, biases_distances, encodes, rotates, window_of
+from .parts import attends_by_itself, base, biases_distances, encodes, rotates, window_of
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .replicated import own_attention, recomputed_within
@@ -95,12 +95,7 @@ class Calls:
     A copy of the model has a copy of this, about the copied modules.
     """
 
-    def __init__(
-        self,
-        model: Foreign,
-        splits_inside: bool,
-        decoder: nn.Module | None,
-    ) -> None:
+    def __init__(self, model: Foreign, splits_inside: bool, decoder: nn.Module | None) -> None:
         placed = model._weft
         self.layout, self.axis, self.report = placed.layout, placed.axis, placed.ran_whole
         self.model, self.decoder, self.splits_inside = model, decoder, splits_inside
@@ -123,7 +118,9 @@ class Calls:
             biases_distances(m) or hasattr(type(m), "prepare_dynamic_mask") for m in model.modules()
         )
         self.eager = any(implementation == "eager" for _, implementation in placed.own)
-        self.attends_by_itself = self.implementation == placed.implementation
+        self.attends_by_itself = self.implementation == placed.implementation or (
+            not self.stacks and any(map(attends_by_itself, model.modules()))
+        )
         self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)
         skips = {"apply_mask_to_padding_states": None}
         self.states_of_padding = bool(self.recurrent) and not any(

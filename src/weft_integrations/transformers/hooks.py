@@ -24,12 +24,7 @@ from weft_axes.fields.islands import aligned_functions, on_rows, proven_islands
 from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
-from ..common import (
-    Parallelized,
-    check_axis,
-    check_modules,
-    check_not_placed,
-)
+from ..common import Parallelized, check_axis, check_modules, check_not_placed
 from ..fields import by_positions, is_experts
 from . import calls, chosen_keys, generation, interface, latents, parts, towers
 from .rebinding import calls as calls_of
@@ -223,10 +218,7 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
 
 
 def _hook(
-    model: Foreign,
-    installed: _Installed,
-    embeddings: nn.Module | None,
-    decoder: nn.Module | None,
+    model: Foreign, installed: _Installed, embeddings: nn.Module | None, decoder: nn.Module | None
 ) -> None:
     hooks = installed.hooks
     installed.calls = entered = calls.Calls(model, embeddings is not None, decoder)

@@ -106,7 +106,15 @@ def rotates(model: Foreign) -> bool:
     return takes and any(hasattr(module, "rope_type") for module in model.modules())
 
 
+def attends_by_itself(module: nn.Module) -> bool:
+    """True if a module attends to keys of a cache without transformers' attention interface."""
+    function = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return {"update", "softmax"} <= {*names} and "ALL_ATTENTION_FUNCTIONS" not in names
+
+
 __all__ = [
+    "attends_by_itself",
     "base",
     "bias_of_tile",
     "biases_distances",

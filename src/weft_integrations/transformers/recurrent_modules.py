@@ -18,7 +18,7 @@ from weft_axes.carry.pieces import LocalPieces
 
 from .. import Foreign
 from .recurrences import completed, over_heads, recurrence
-from .running import over_chunks, running
+from .running import now, over_chunks, running
 
 
 def lightning(
@@ -48,11 +48,7 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
         return state.chain_heads(_blocks, inputs, empty, decays)
     slope, query_decay, key_decay, diagonal = decays
     run = functools.partial(
-        _blocks,
-        slope=slope,
-        query_decay=query_decay,
-        key_decay=key_decay,
-        diagonal_decay=diagonal,
+        _blocks, slope=slope, query_decay=query_decay, key_decay=key_decay, diagonal_decay=diagonal
     )
     parts, maps = state.split(1, *inputs), []
     for q, k, v in parts:
@@ -93,9 +89,12 @@ def _without_padding(x: Tensor) -> Tensor:
     return (x * seen[:, :, None]).to(x.dtype)
 
 
-def gated(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+def gated(self: Foreign, x: Tensor, position_ids: Tensor) -> Any:
     """`RecurrentGemmaRglru.forward`: its gates have an autograd function of their own."""
-    return type(self).forward(self, *args, **kwargs)
+    if position_ids.shape[1] != x.shape[1]:  # of all tokens, where no layer rotates
+        call = now()
+        position_ids = call.layout.shard(position_ids, {call.axis: 1})
+    return type(self).forward(self, x, position_ids)
 
 
 def lru(

@@ -6,6 +6,5 @@
     classifier  all of it behind scikit-learn's interface
     prior       random tables to train on
 
-What scikit-learn and pandas are needed for is imported when it is used:
-`pip install 'weft-attention[tables]'`.
+What scikit-learn and pandas are needed for is imported when it is used.
 """

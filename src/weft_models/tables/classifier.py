@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from weft.errors import lacks
+
 try:
     import pandas as pd
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -17,9 +19,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
-    raise ImportError(
-        f"weft.TabularClassifier needs {error.name}: pip install 'weft-attention[tables]'"
-    ) from None
+    raise ImportError(lacks("weft.TabularClassifier", error)) from None
 
 from weft.layout import Layout
 
