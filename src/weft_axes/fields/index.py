@@ -94,7 +94,7 @@ def _normal(x: Tensor, index: Any) -> list[Any]:
                 raise refused("indexing with a mask that is a field, and more,", i)
             _check_mask(x, i, len(entries) - entries.count(None))
             if not i.dim():
-                if named:
+                if entries or named or any(e is None for e in several):
                     raise refused("indexing with a mask of no dims, and more,", x)
                 return [slice(0, int(i.item())), *[slice(None)] * x.dim()]
             entries += i.nonzero(as_tuple=True)
@@ -379,7 +379,7 @@ def take_along_dim(
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     d = at(dim, x.dim())
-    indices = torch.where(indices < 0, indices + x.shape[d], indices)
+    indices = indices.remainder(max(x.shape[d], 1))
     sizes = zip(x.shape, indices.shape)
     shape = [max(a, b) if k != d else None for k, (a, b) in enumerate(sizes)]
     one, two = ([n if n is not None else t.shape[d] for n in shape] for t in (x, indices))

@@ -7,6 +7,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -223,7 +224,8 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
         result = kept.run(*args, **kwargs)
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
     except OF_ARGUMENTS as error:
-        if isinstance(error, WeftError | IndexError | torch.OutOfMemoryError):
+        ran = (f.f_code is KeptRecipe.of.__code__ for f, _ in walk_tb(error.__traceback__))
+        if isinstance(error, WeftError | IndexError) or any(ran):  # it is of numbers
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
     if isinstance(recipe, Recipe):
