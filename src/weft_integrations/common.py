@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -34,27 +34,14 @@ OF_RANKS = (
 _SCALED_BY_TENSOR = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
 
-def modules_within(model: nn.Module) -> list[nn.Module]:
-    """A module and all within it, once: those of `modules()` without their names, which take time.
-
-    >>> len(modules_within(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))))
-    4
-    """
-    found, seen = [model], {model}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
-
-
 def check_not_placed(model: nn.Module) -> None:
     """Refuse a model that is on a layout already."""
-    if "_weft" in model.__dict__:
+    part = next((m for m in model.modules() if "_weft" in vars(m)), None)
+    if part is not None:
+        within = "" if part is model else f", a part of {type(model).__name__},"
         raise DeclarationError(
-            f"{type(model).__name__} is parallelized already; weft.restore(model) undoes it, and "
-            "then it can be parallelized on another layout"
+            f"{type(part).__name__}{within} is parallelized already; weft.restore of it undoes it,"
+            " and then it can be parallelized on another layout"
         )
 
 
@@ -88,7 +75,7 @@ class Parallelized:
         Modules whose graphs are to be whole, other than islands, are left to be refused.
         """
         around, found, islands = compiler_around(), [], 0
-        for module in modules_within(model):
+        for module in model.modules():
             name, own = compiled_method(module), vars(module)
             if name:
                 compiler, run, is_whole = compiler_of(own[name])
@@ -239,7 +226,7 @@ def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
             changed[key] = part
         return changed
     held = getattr(value, "__dict__", {})
-    if any(isinstance(inner, Field) for inner in held.values()):
+    if held and (is_dataclass(type(value)) or any(isinstance(v, Field) for v in held.values())):
         changed = copy.copy(value)
         changed.__dict__.update({n: in_outputs(v, change) for n, v in held.items()})
         return changed
@@ -251,24 +238,24 @@ def check_modules(model: nn.Module, layout: Layout, *axes: str) -> None:
     tokens of axes that are split: it may be there since `parallelize`, so that calls ask.
     """
     split = any(layout.size(axis) > 1 for axis in axes)
-
-    def name() -> str:
-        return next(name for name, m in model.named_modules() if m is module)
-
-    for module in modules_within(model):
+    for name, module in model.named_modules():
         kind = type(module)
         if split and kind.__module__.startswith(_SCALED_BY_TENSOR):
             raise UnsupportedError(
-                f"{name()} is a {kind.__module__}.{kind.__name__}, which rounds by a scale of all"
+                f"{name} is a {kind.__module__}.{kind.__name__}, which rounds by a scale of all"
                 " tokens of a tensor: a rank would round by its own tokens only; quantize weights"
                 " alone, or by token, and parallelize the model afterwards"
             )
         if compiled_method(module):
             raise UnsupportedError(
-                f"{name() or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
+                f"{name or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
             )
-        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+        if name and "_weft" in vars(module):
             raise UnsupportedError(
-                f"{name()} has a backward hook, which torch gives tensors of its own graph and no"
+                f"{name} has been parallelized within a parallelized model: weft.restore it"
+            )
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise UnsupportedError(
+                f"{name} has a backward hook, which torch gives tensors of its own graph and no"
                 " field: hook the tensor that a forward hook gets, or weights"
             )

@@ -139,8 +139,9 @@ class Entered:
 
     def meet(self, t: Tensor) -> bool:
         """Take a plain tensor that outputs met into the comparison of this or the next pass."""
-        if self.inside() or isinstance(t, nn.Parameter) or t.is_complex() or not has_numbers(t):
+        if self.inside() or t.is_complex() or not has_numbers(t):
             return False
+        t = t.detach().reshape(-1)[:_OF_A_WEIGHT] if isinstance(t, nn.Parameter) else t
         met = self.met if backward_pass() < 0 else self.begun_now()
         met.append(_arriving(t) if t.is_floating_point() else _mark(t))
         return True
@@ -380,8 +381,9 @@ def check_close(
         raise ShapeError(
             "the gradients that entered the outputs of the model differ between the ranks of its"
             " context group, which pass the same rows and must compute the same loss of their"
-            " outputs: the inputs of the loss (advantages, rewards, reference"
-            f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
+            " outputs: the inputs of the loss (advantages, rewards, reference log-probabilities,"
+            " weights of samples), or weights of layers on outputs, which sync_gradients of a"
+            f" module that holds both keeps alike, differ; norms by rank: {norms}"
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
-from .common import check_splits_only, modules_within
+from .common import check_splits_only
 from .fields import fields_within
 from .parallelize import parallelize, restore
 
@@ -88,7 +88,7 @@ def parallelize_diffusers(
     def check() -> None:
         if getattr(transformer, "_parallel_config", None) is not None:
             raise UnsupportedError(f"{name} has diffusers' own parallelism: weft splits its tokens")
-        for module in modules_within(transformer):
+        for module in transformer.modules():
             backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
             if backend is not None and "native" not in (word := getattr(backend, "value", backend)):
                 raise UnsupportedError(

@@ -29,24 +29,17 @@ from weft.plan.held import Held
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
-from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
+from weft_axes.gradients.sync import AVERAGED, is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
-from .common import (
-    OF_RANKS,
-    Parallelized,
-    check_modules,
-    check_not_placed,
-    in_outputs,
-    modules_within,
-    tensors_in,
-)
+from .common import OF_RANKS, Parallelized, check_modules, check_not_placed, in_outputs, tensors_in
 from .units import let_fields_through
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
-METHODS = ("forward", "encode", "decode")
+OF_TABLES = "predict_stats", "forward_with_cache", "predict_stats_with_cache"
+METHODS = "forward", "encode", "decode", *OF_TABLES
 _BACKWARD = "a backward pass through the outputs of a parallelized model"
 
 
@@ -200,12 +193,19 @@ class _Calls:
             if callable(getattr(model, name, None)):
                 self.wrap(name, placed)
         placed.put_on(model)
+        setattr(model, AVERAGED, False)
+        placed.steps.append(lambda: delattr(model, AVERAGED))
         return model
 
     def enter(
         self, dim_of: Callable, names: list[str], module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
         """Before a module: whole tensors that it gets become fields."""
+        if not self.inside and consistency.backward_pass() < 0:  # no layer that is recomputed
+            raise UnsupportedError(
+                f"a {type(module).__name__} of a {type(self.model).__name__} is called by itself:"
+                f" ranks compare calls of {', '.join(METHODS)} only; weft.restore(model) first"
+            )
 
         def split(place: int, name: str, x: Any) -> Any:
             dim = None if isinstance(x, Field) else dim_of(place, name, x)
@@ -318,6 +318,8 @@ class _Calls:
     def _split(self, name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self._split(name, v) for v in value)
+        if isinstance(value, Field) and value._region.averaged:
+            value = value.full_tensor()  # of a transformers model: its gradients have another sum
         if not isinstance(value, Tensor) or isinstance(value, Field):
             return value
         least = max((-d if d < 0 else d + 1) for d in self.dims.values()) if self.named else 4
@@ -337,7 +339,7 @@ class _Calls:
         bound = self.layout.bound
         mine = {bound.world_ranks[r] for r in bound.ranks_along(self.mesh_dims)}
         averages = not is_averaged(self.model)
-        for unit in filter(is_fsdp, modules_within(self.model)):
+        for unit in filter(is_fsdp, self.model.modules()):
             let_fields_through(unit)
             for ranks, factor in fsdp_groups(unit):
                 if not mine <= {*ranks}:

@@ -29,8 +29,8 @@ def parallelize_tabpfn(model: Foreign, layout: Layout, axis: str = "rows") -> nn
 
     The model is called as before, with the whole table on every rank, and returns the whole
     output on every rank. After `backward`, which every rank calls on the same loss, call
-    `layout.sync_gradients(model)`: the gradients are those of one process. Caches of keys, which
-    are split as rows are, inference in chunks and recomputed layers are the package's own.
+    `layout.sync_gradients(model)`: the gradients are those of one process. Caches of keys, whole on
+    every rank, inference in chunks and recomputed layers are the package's own.
 
     Args:
         model: TabPFN v2, v2.5, v2.6, v3 or v3.5, of `tabpfn.architectures`.
@@ -38,7 +38,8 @@ def parallelize_tabpfn(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         axis: the layout's name for the rows.
 
     Raises:
-        UnsupportedError: another architecture.
+        UnsupportedError: another architecture. In calls: chunks of `save_peak_memory_factor` of
+            which one has a single row, which is written in place; take another factor.
         DeclarationError: a layout that splits more than the rows; a model that is parallelized.
         ShapeError: on every rank, if ranks call with other shapes, numbers or weights.
 
@@ -61,9 +62,10 @@ def parallelize_tabpfn(model: Foreign, layout: Layout, axis: str = "rows") -> nn
 def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn.Module:
     """Split the rows of a TabICL model over a layout; returns the model.
 
-    The model is called as before, with the whole table on every rank, and returns the whole output
-    on every rank. After `backward`, which every rank calls on the same loss, call
-    `layout.sync_gradients(model)`: the gradients are those of one process. In inference mode the
+    The model is called as before, by `forward`, `predict_stats` or with a cache, with the whole
+    table on every rank, and returns the whole output on every rank. After `backward`, which every
+    rank calls on the same loss, call `layout.sync_gradients(model)`: the gradients are those of one
+    process. In inference mode the
     package cuts batches by a GPU's free memory: ranks that cut others raise.
 
     Args:

@@ -454,6 +454,16 @@ CALLS |= {
     for mode in ("nearest", "nearest-exact", "bilinear")
 }
 CALLS |= {
+    f"{name} by numpy's names": fn
+    for name, fn in {
+        "sort": lambda x: x.sort(axis=2)[0],
+        "argsort": lambda x: torch.argsort(x, axis=-2),
+        "median": lambda x: x.median(axis=2, keepdims=True)[0],
+        "sum": lambda x: x.sum(axis=(2, 3), keepdims=True),
+        "cat": lambda x: torch.cat([x, x], axis=2),
+    }.items()
+}
+CALLS |= {
     f"{name}, {place}": (fn, [draw(1, 2, 6, 4), draw(1, 2, 6, 4, seed=1)], where)
     for place, where in BESIDE.items()
     for name, fn in {

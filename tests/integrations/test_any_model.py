@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import threading
 import weakref
@@ -809,6 +810,122 @@ def test_ranks_with_other_losses_are_refused_by_the_end_of_backward(name, output
     weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, False))
     with pytest.raises(ShapeError, match=r"same on every rank|differ between"):
         weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, True))
+
+
+#: What puts a model on a layout, and calls it, so that some gradients would be off by the ranks.
+TWO_SUMS: dict[str, tuple[type[Exception], str, Callable[[Layout, Tensor], Any]]] = {
+    "a part first": (
+        weft.DeclarationError,
+        "Linear, a part of Sequential, is parallelized already",
+        lambda layout, x: _dims(nn.Sequential(_dims(nn.Linear(8, 8), layout)), layout),
+    ),
+    "a part later": (
+        UnsupportedError,
+        "0 has been parallelized within",
+        lambda layout, x: _outer_first(layout)(x),
+    ),
+    "one sum of both": (
+        UnsupportedError,
+        "ModuleList holds parallelized models of transformers",
+        lambda layout, x: layout.sync_gradients(
+            nn.ModuleList([_dims(nn.Linear(8, 8), layout), _llama(layout)])
+        ),
+    ),
+    "one loss of both": (
+        UnsupportedError,
+        "gets weft.Fields of a transformers model",
+        lambda layout, x: (
+            _llama(layout)(input_ids=LABELS).logits
+            * _dims(nn.Linear(8, 50), layout, output="field")(x)
+        ),
+    ),
+}
+
+
+def _dims(model: nn.Module, layout: Layout, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    return weft.parallelize(model, layout, dims={"tokens": 1}, **options)
+
+
+def _outer_first(layout: Layout) -> nn.Module:
+    model = _dims(nn.Sequential(nn.Linear(8, 8)), layout)
+    _dims(model[0], layout)
+    return model
+
+
+@functools.cache
+def _tiny_llama() -> nn.Module:
+    return _transformers("llama").float()
+
+
+def _llama(layout: Layout) -> nn.Module:
+    return weft.parallelize(copy.deepcopy(_tiny_llama()), layout)
+
+
+@pytest.mark.parametrize("name", TWO_SUMS)
+def test_gradients_that_are_averaged_and_added_up_do_not_mix(name):
+    error, message, run = TWO_SUMS[name]
+    _tiny_llama()  # before there are threads
+    with pytest.raises(error, match=message):
+        weft.on_threads(Layout.parse("tokens: ring=2"), run, torch.ones(4, 7, 8))
+
+
+@pytest.mark.parametrize("output", ["whole", "field"])
+@pytest.mark.parametrize("order", ["layer, model", "model, layer", "layer, layer", "model, model"])
+def test_models_behind_one_another_have_one_devices_gradients(order, output):
+    torch.manual_seed(0)
+    sizes = (8, 32, 50) if order.startswith("layer") else (32, 50, 32)
+    x = torch.randn(2, 7, sizes[0])
+    kinds = [kind.strip() for kind in order.split(",")]
+    whole = [
+        copy.deepcopy(_tiny_llama()) if kind == "model" else nn.Linear(*sizes[i : i + 2])
+        for i, kind in enumerate(kinds)
+    ]
+    if order == "model, model":
+        whole.insert(1, nn.Linear(50, 32))
+
+    def train(models: list[nn.Module]) -> None:
+        y = x
+        for m in models:
+            y = m(y) if isinstance(m, nn.Linear) else m(inputs_embeds=y).logits
+        y.square().mean().backward()
+
+    def rank(layout: Layout) -> float:
+        models = [copy.deepcopy(m) for m in whole]
+        for m in models:
+            options: Any = {"dims": {"tokens": 1}, "output": output}
+            weft.parallelize(m, layout, **options if isinstance(m, nn.Linear) else {})
+        train(models)
+        for m in models:
+            layout.sync_gradients(m)
+        every = zip(nn.ModuleList(models).parameters(), nn.ModuleList(whole).parameters())
+        every = [(p, q) for p, q in every if q.grad is not None]
+        return max(((p.grad - q.grad).norm() / (q.grad.norm() + 1e-9)).item() for p, q in every)
+
+    train(whole)
+    for line in LAYOUTS[:2]:
+        assert max(weft.on_threads(Layout.parse(line), rank)) < 1e-5
+
+
+def test_a_layer_on_outputs_whose_gradients_are_not_summed_is_refused_in_the_next_step():
+    def rank(layout: Layout, together: bool) -> None:
+        model, head = _llama(layout), nn.Linear(50, 1)
+        for p in head.parameters():
+            nn.init.constant_(p, 0.1)
+        optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            head(model(input_ids=LABELS).logits * torch.arange(7.0)[:, None]).sum().backward()
+            layout.sync_gradients(nn.ModuleList([model, head] if together else [model]))
+            optimizer.step()
+            model.zero_grad()
+
+    _tiny_llama()  # before there are threads
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank, True)
+    with pytest.raises(ShapeError, match="weights of layers on outputs, which sync_gradients of"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank, False)
 
 
 @pytest.mark.parametrize("output", ["whole", "field"])

@@ -125,6 +125,7 @@ def test_layouts_split_the_prompt_and_the_cache(layout):
 
 WAYS = {
     "left-padded rows": (padded([28, 36]), {}),
+    "padding between tokens": ((draw(), (torch.arange(37) // 5 != 2)[None].long()), {}),
     "beams": (padded([37, 30]), {"num_beams": 3, "num_return_sequences": 2}),
     "a prompt in chunks": (padded([37, 30]), {"prefill_chunk_size": 8}),
     "a prompt of one token": ((draw(1, 1), None), {}),

@@ -977,6 +977,30 @@ def test_refuses_layouts_beyond_a_context_group():
     fails_on_every_rank(work, DeclarationError, message, "batch: dp=2; tokens: ring=2")
 
 
+@pytest.mark.parametrize("labels", [None, torch.tensor([0, 1])], ids=["", "labels"])
+def test_sound_alone_is_split_by_dims_as_the_refusal_says(labels):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    of_sound = {"max_length": 20, "num_mel_bins": 16, "patch_size": 4, "num_attention_heads": 2}
+    config = transformers.ASTConfig(**sizes, **of_sound)
+    model = transformers.ASTForAudioClassification(config).double().eval()
+    x = {"input_values": torch.randn(2, 20, 16).double(), "labels": labels}
+    wanted = model(**x).logits.detach()
+
+    def work(layout):
+        refused = parallelize(copy.deepcopy(model), layout)
+        with pytest.raises(ShapeError, match=r"of sound alone .*dims=\{'tokens': 1\}"):
+            refused(**x)
+        own = parallelize(
+            copy.deepcopy(model), layout, dims={"tokens": 1}, inputs=("input_values",)
+        )
+        return own(**x).logits.detach()
+
+    for found in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
 def test_refuses_transforms_of_functions():
     def work(layout):
         own = parallelize(build("llama"), layout)

@@ -43,7 +43,7 @@ LINES = ("rows: ring=2", "rows: tile=2x2", "rows(striped): ulysses=2")
 
 def build(**changes):
     torch.manual_seed(0)
-    model = TabICL(max_classes=3, **SMALL | changes).train()
+    model = TabICL(**{"max_classes": 3} | SMALL | changes).train()
     for p in model.parameters():  # scales of SSMax begin at a value that hides the length
         p.data += 0.05 * torch.randn_like(p)
     return model
@@ -94,12 +94,35 @@ def _all(model, table, labels, **options):
     return model(table, labels, **options)
 
 
-def _infers(model, table, labels):
-    """In inference mode; without autocast, whose bf16 rounds more than ranks do."""
+def _config():
+    """Without autocast, whose bf16 rounds more than ranks do."""
     config = InferenceConfig()
     for part in (config.COL_CONFIG, config.ROW_CONFIG, config.ICL_CONFIG):
         part.update({"use_amp": False, "use_fa3": False, "device": torch.device("cpu")})
-    return model.eval()(table, labels, inference_config=config)
+    return config
+
+
+def _infers(model, table, labels):
+    return model.eval()(table, labels, inference_config=_config())
+
+
+@torch.no_grad()
+def _caches(mode, model, table, labels):
+    run = functools.partial(model.eval().forward_with_cache, inference_config=_config())
+    train, test = table[:, : labels.shape[1]], table[:, labels.shape[1] :]
+    run(X_train=train, y_train=labels, cache_mode=mode)
+    cached = functools.partial(run, use_cache=True, store_cache=False)
+    return torch.cat([cached(X_test=test), cached(X_test=test[:, :1])], 1)
+
+
+@torch.no_grad()
+def _regresses(model, table, labels):
+    config, asked = _config(), ["mean", "variance", "median", "quantiles"]
+    found = model.eval().predict_stats(table, labels, asked, inference_config=config)
+    train, test = table[:, : labels.shape[1]], table[:, labels.shape[1] :]
+    run = functools.partial(model.predict_stats_with_cache, train, labels, test)
+    found["cached"] = run(inference_config=config)
+    return torch.cat([found[n].flatten(1) for n in sorted(found)], 1)
 
 
 #: Name -> (options of the model, a call of it).
@@ -109,6 +132,9 @@ WAYS = {
     "test rows embedded with all": ({}, functools.partial(_all, embed_with_test=True)),
     "labels among the columns": ({"col_target_aware": True}, _all),
     "inference": ({}, _infers),
+    "a cache of keys": ({}, functools.partial(_caches, "kv")),
+    "a cache of rows": ({}, functools.partial(_caches, "repr")),
+    "statistics": ({"max_classes": 0, "num_quantiles": 9}, _regresses),
 }
 
 
@@ -135,6 +161,12 @@ def test_a_table_of_fewer_rows_than_ranks():
         torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
     weft.on_threads(Layout.parse("rows: ring=4"), work)
+
+
+def test_a_part_called_by_itself_is_refused():
+    model = parallelize(build(), Layout.single())
+    with pytest.raises(UnsupportedError, match=r"TabICL is called by itself.*predict_stats"):
+        model.col_embedder(*draw()[:2])
 
 
 def test_refuses_other_models_and_layouts():

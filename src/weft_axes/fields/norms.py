@@ -289,10 +289,7 @@ def layer_norm(
 
 @rule(F.rms_norm, torch.rms_norm)
 def rms_norm(
-    x: Part,
-    normalized_shape: Sequence[int],
-    weight: Part | None = None,
-    eps: float | None = None,
+    x: Part, normalized_shape: Sequence[int], weight: Part | None = None, eps: float | None = None
 ) -> Recipe:
     over = _over_last(x, normalized_shape)
     if not mixes_split(x, over):

@@ -211,8 +211,7 @@ class _Reader:
         """The name and the place of `name = name.unsqueeze(place)`, if a statement is that."""
         match line:
             case ast.Assign(
-                [ast.Name(name)],
-                ast.Call(ast.Attribute(ast.Name(other), "unsqueeze"), [place], []),
+                [ast.Name(name)], ast.Call(ast.Attribute(ast.Name(other), "unsqueeze"), [place], [])
             ) if name == other and self.known.get(name) is _Kind.ROWS:
                 at = self.value(place)
                 return (name, at) if type(at) is int and at >= 0 else None

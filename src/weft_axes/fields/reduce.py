@@ -59,10 +59,8 @@ def summed_over(
 
 
 @rule(*both("sum"))
-def sum(
-    x: Part, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
-) -> Recipe:
-    return _sum(x, over_dims(x, dim if axis is None else axis), keepdim, dtype, torch.sum)
+def sum(x: Part, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Recipe:
+    return _sum(x, over_dims(x, dim), keepdim, dtype, torch.sum)
 
 
 def _sum(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any, of: Any) -> Recipe:
@@ -100,10 +98,8 @@ def count_nonzero(x: Tensor, dim: Any = None) -> Tensor:
 
 
 @rule(*both("mean"))
-def _mean(
-    x: Part, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
-) -> Recipe:
-    return mean_over(x, over_dims(x, dim if axis is None else axis), keepdim, dtype)
+def _mean(x: Part, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Recipe:
+    return mean_over(x, over_dims(x, dim), keepdim, dtype)
 
 
 def mean_over(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Recipe:

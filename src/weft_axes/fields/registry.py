@@ -665,6 +665,12 @@ def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
             )
     if all(x._region is first for x in fields):
         return first
+    averaged = any(x._region.averaged for x in fields)
+    if averaged and any(x.requires_grad and not x._region.averaged for x in fields):
+        raise UnsupportedError(
+            f"{name} gets weft.Fields of a transformers model, whose gradients are averaged over"
+            " ranks, and of another, whose gradients are added up: pass full_tensor() of one"
+        )
     report = next((x._region.whole for x in fields if x._region.whole is not None), None)
     axes = (a for x in fields for a in x._region.axes)
-    return region_of(first.layout, axes, report, any(x._region.averaged for x in fields))
+    return region_of(first.layout, axes, report, averaged)

@@ -82,6 +82,8 @@ _TO_OTHER_SHAPES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
     *("as_strided_", "resize_as_", "swap_dims_"),
 )
+#: Names of arguments that functions of C have as numpy has them, beside their own.
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
 
@@ -206,6 +208,8 @@ def _planned(func: Callable, args: tuple, kwargs: dict, other: Callable | None) 
         raise UnsupportedError(
             f"{function_name(func)} with out= and a weft.Field: assign its result instead"
         )
+    if (func in RULES or func in COMPOSITE) and not isinstance(func, types.FunctionType):
+        kwargs = {_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
     try:
         if other is not None:
             return other(*args, **kwargs)

@@ -519,8 +519,7 @@ def roll(x: Part, shifts: Any, dims: Any = ()) -> Recipe:
 
 
 @rule(*both("cat", "concat", "concatenate"))
-def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any) -> Recipe:
-    dim = named.get("axis", dim)
+def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None) -> Recipe:
     parts = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or list(tensors)[:1]
     d = at(dim, parts[0].ndim)
     axes = {axis for t in parts for axis in split_axes(t.dims[d])}
@@ -534,17 +533,19 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
     (axis,) = axes
     goal = [whole(dim_size(q)) if axis in split_axes(q) else q for q in goal]
     pieces, goals = [], {}
-    split: Any = [t.one_factor("concatenating", d).chunks for t in parts if t.is_split(d)]
+    split = [t.as_one("concatenating", d) for t in parts if t.is_split(d)]
     for i, t in enumerate(parts):
-        n = t.shape[d]
+        n, held = t.shape[d], t.dims[d]
         if t.is_split(d):
-            piece: Any = t.dims[d][0].chunks
-        elif n < len(split[0]):
-            piece = split[0].alone(_owner(parts, i, d), n)
+            piece: Any = t.as_one("concatenating", d)
         else:
-            piece = t.region.chunks_beside(split, t.region.chunks_like(axis, n))
+            if n < len(split[0]):
+                piece = split[0].alone(_owner(parts, i, d), n)
+            else:
+                piece = t.region.chunks_beside(split, t.region.chunks_like(axis, n))
+            held = split_dim(piece)
         pieces.append(piece)
-        goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
+        goals[t.index] = [q if k != d else held for k, q in enumerate(goal)]
     goal[d] = split_dim(joined_chunks(tuple(pieces)))
     return _joining(parts, d, goal, goals)
 
@@ -565,11 +566,9 @@ def _owner(parts: Sequence[Part], i: int, d: int) -> int:
 
 
 def _holder(t: Part, d: int, position: int) -> int:
-    chunks = t.dims[d][0].chunks
-    assert chunks is not None
     return next(
         c
-        for c, spans in enumerate(chunks.spans)
+        for c, spans in enumerate(t.as_one("concatenating", d).spans)
         if any(position in range(s.start, s.start + s.count * s.step, s.step) for s in spans)
     )
 

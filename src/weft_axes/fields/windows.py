@@ -17,14 +17,7 @@ from weft.comm.once_differentiable import once
 from weft.move.windows import Windows, bordered
 from weft.plan.held import Held
 
-from .dims import (
-    Dim,
-    dim_size,
-    is_split_dim,
-    joined_chunks,
-    split_dim,
-    whole,
-)
+from .dims import Dim, dim_size, is_split_dim, joined_chunks, split_dim, whole
 from .exchange import around
 from .reduce import mean_over
 from .registry import (

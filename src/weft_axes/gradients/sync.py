@@ -33,7 +33,7 @@ _totals: WeakKeyDictionary[nn.Module, Callable[[], list[list]]] = WeakKeyDiction
 #: On a module that DDP wraps.
 BY_DDP = "weft_by_ddp"
 
-#: On a module of whose ranks' gradients the average is right, where others' are to be summed.
+#: On a parallelized module: whether the average of its ranks' gradients is right, or their sum.
 AVERAGED = "weft_averaged"
 
 #: How far gradients of one loss may differ between ranks, of their norm: some kernels of GPUs round
@@ -252,7 +252,14 @@ def _refuse_wrapped(
 
 def is_averaged(module: nn.Module) -> bool:
     """True if a module's gradients are averaged over ranks, as its outputs are full rows."""
-    return any(hasattr(part, AVERAGED) for part in module.modules())
+    marks = {getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)}
+    if len(marks) > 1:
+        raise UnsupportedError(
+            f"a {type(module).__name__} holds parallelized models of transformers, whose gradients"
+            " are averaged over ranks, and others, whose gradients are added up: call"
+            " layout.sync_gradients, or weft.data_parallel, of each"
+        )
+    return True in marks
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:

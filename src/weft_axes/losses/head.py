@@ -222,12 +222,7 @@ def _backward(
 
 
 def _of_logits_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    saved: Tensor,
-    above: Tensor,
-    head: LossHead,
+    hidden: Tensor, weight: Tensor, labels: Tensor, saved: Tensor, above: Tensor, head: LossHead
 ) -> Tensor:
     """The gradient of logits (t v), before the softcap.
 

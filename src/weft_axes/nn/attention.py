@@ -176,11 +176,7 @@ class MultiAxisAttention(nn.Module):
         return self._attended(x, q, k, v, mask, bias, n, m, lengths)
 
     def _of_sequences(
-        self,
-        mask: Mask,
-        bias: Bias | Tensor | None,
-        x: Tensor,
-        lengths: Mapping[str, int] | None,
+        self, mask: Mask, bias: Bias | Tensor | None, x: Tensor, lengths: Mapping[str, int] | None
     ) -> tuple[Mask, Bias | Tensor | None]:
         """A mask and a bias of full tensors as the call on this rank counts sequences."""
         if self.geometry.own:

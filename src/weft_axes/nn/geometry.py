@@ -73,11 +73,7 @@ class Geometry:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        axes: Sequence[str],
-        context_axes: Sequence[str] | None,
-        layout: Layout,
+        self, axis: Axis, axes: Sequence[str], context_axes: Sequence[str] | None, layout: Layout
     ) -> None:
         self.axes = tuple(axes)
         self.context_axes = self.axes if context_axes is None else tuple(context_axes)

@@ -31,7 +31,7 @@ from weft_axes.fields import Field, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import check_modules, in_outputs, modules_within, named_arguments
+from ..common import check_modules, in_outputs, named_arguments
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -233,7 +233,7 @@ class Calls:
             self._warn(call.unsplit)
         elif not call.held:
             scope.enter_context(self._same_numbers())
-            for unit in filter(is_fsdp, modules_within(model)):
+            for unit in filter(is_fsdp, model.modules()):
                 let_fields_through(unit)
             # There may have been other calls of the model by then.
             scope.enter_context(recomputed_within(model, lambda: during(call)))
@@ -321,7 +321,7 @@ class Calls:
         cache, absent = self._new_cache(kwargs, module) if keeps else (None, "")
         local = dict(kwargs) if cache is None else _without_cache(kwargs)
         try:
-            call, local = self._split(local, module)
+            call, local = self._split(local, module, cached=cache is not None)
             if cache is not None:
                 call.cache = cache
                 local |= {cache_name(module): cache, "use_cache": True}
@@ -374,7 +374,7 @@ class Calls:
         if past and (refused.foreign(kwargs) or not self._cut_past(held, cache, local)):
             return held, kwargs
         try:
-            call, local = self._split(local, module, past)
+            call, local = self._split(local, module, past, cached=True)
         except UnsupportedError as error:
             few = str(error).startswith("few tokens")  # as short prompts may have
             held.unsplit = "" if few else str(error)
@@ -382,7 +382,9 @@ class Calls:
         call.cache, call.past, call.padding = cache, past, held.padding
         return call, local | {name: cache, "use_cache": True}
 
-    def _split(self, kwargs: dict, module: Foreign, past: int = 0) -> tuple[ModelCall, dict]:
+    def _split(
+        self, kwargs: dict, module: Foreign, past: int = 0, cached: bool = False
+    ) -> tuple[ModelCall, dict]:
         """A call whose tokens are split, of arguments without those of a cache."""
         refused.arguments(kwargs, module)
         dims, share = self.layout.shard_dims(self.axis), 1 / self.layout.size(self.axis)
@@ -415,6 +417,8 @@ class Calls:
             )
         if self.attends_by_itself and (facts.documents is not None or facts.by_positions):
             raise UnsupportedError("documents packed in a row: the model makes masks by itself")
+        if cached and facts.padding is not None:
+            padding_mask(facts.padding)
         self._check_padding(kwargs, module)
         refused.padding_of_choices(self.choosers, facts)
         if self.recurrent:
