@@ -94,10 +94,9 @@ def count_model(
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     free_gradients: bool = True,
-    rank: int = 0,
     layers: int = 0,
 ) -> ModelCount:
-    """A step on one rank of a layout, layer by layer.
+    """A step on a rank of a layout, layer by layer: the last one, to which others pass states.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, vocab_size=64, hidden_size=64)
@@ -108,6 +107,7 @@ def count_model(
     True
     """
     what = f"{model.name}: a step of {model.class_name} on tensors without numbers"
+    rank = 0 if length % layout.world_size else layout.world_size - 1  # none has more tokens
     with of_transformers(what), fake_ranks(rank, layout.world_size), on_meta():
         bound = layout.build("cpu")
         built = model.build(dtype)

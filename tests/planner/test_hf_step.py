@@ -123,7 +123,7 @@ def test_products_of_a_mixture_are_those_of_its_own_code(kind):
                 out.backward()
             return forward, live.flops - forward
 
-        products = weft.on_threads(layout, step)[0]
+        products = weft.on_threads(layout, step)[-1]
     assert counted.flops == pytest.approx(products, rel=BY_CHANCE.get(kind, 1e-9))
 
 
@@ -243,4 +243,4 @@ def test_counted_peak_is_that_of_a_step_of_numbers(kind, more, recompute):
                 forward_loss(built, on, ids, "full").backward()
         return live.peak
 
-    assert weft.on_threads(layout, step)[0] == pytest.approx(counted.peak, rel=1e-4)
+    assert max(weft.on_threads(layout, step)) == pytest.approx(counted.peak, rel=1e-4)
