@@ -165,6 +165,8 @@ MODULES: dict[str, Callable] = {
     "sums of parts": lambda x, i, w: torch.cat([p.sum(1, keepdim=True) for p in x.split(5, 1)], 1),
     "set a position": written(lambda y: y.__setitem__((slice(None), 3), 0.0)),
     "write into a slice": written(lambda y: y[:, 2:9].mul_(0)),
+    "write at True": written(lambda y: y.__setitem__(True, 2.0)),
+    "write at a number that is a tensor": written(lambda y: y[:, torch.tensor(3)].mul_(0)),
     "write into features": written(lambda y: y[..., :3].mul_(0)),
     "write into a transposed one": written(lambda y: y.transpose(1, 2)[:, :3].zero_()),
     "write into a position": written(lambda y: y[:, 3].mul_(0)),
@@ -397,10 +399,6 @@ CALLS |= {
     "fill an expanded one": (lambda x: filled(x.mean(2, True), x), [FEW], at(1)),
     "set in an expanded one": (lambda x: filled(x.mean(2, True), x, ...), [FEW], at(1)),
     "mask behind an ellipsis": lambda x: x[..., x[0, 0, 0] > -11],
-    "write at True": lambda x: written(lambda y: y.__setitem__(True, 2.0))(x, 0, 0),
-    "write at a number that is a tensor": lambda x: written(
-        lambda y: y[:, torch.tensor(1)].mul_(2)
-    )(x, 0, 0),
     "index by no positions": lambda x: x[:, []],
     "unbind of nothing": lambda x: x[:, :, :0].unbind(2),
     "take_along_dim out of range": lambda x: x.take_along_dim(torch.tensor([[[[8]]]]), 1),
