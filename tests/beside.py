@@ -236,8 +236,8 @@ def _errors(right: Run, ranks: list[Run]) -> Verdict | None:
     if right.error is None and not any(errors):
         return None
     odd = next((e for e in errors if isinstance(e, RankError)), None)
-    if any(type(e) is type(right.error) for e in errors if e is not None):
-        return Verdict("both raise", "on the rank whose number it is, the others hear of it")
+    if right.error is not None and odd is not None and all(errors):
+        return Verdict("both raise", "on the rank whose number it is, and the others hear of it")
     if odd is not None or not all(errors):
         culprit = next((e for e in errors if e is not None and not isinstance(e, RankError)), odd)
         if not any(errors):

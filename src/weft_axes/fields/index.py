@@ -79,24 +79,22 @@ def dims_of(x: Tensor) -> tuple[Dim, ...]:
 
 def _normal(x: Tensor, index: Any) -> list[Any]:
     """An index with an entry for each dim: numbers, slices, None and tensors of integers."""
-    several = list(index) if isinstance(index, tuple) else [index]
+    several = [_entry(i) for i in (index if isinstance(index, tuple) else (index,))]
+    named = sum(map(_dims_named, several))
+    if named > x.dim():
+        raise IndexError(f"too many indices for a tensor of {x.dim()} dims")
+    place = next((k for k, i in enumerate(several) if i is Ellipsis), len(several))
+    several[place : place + 1] = [slice(None)] * (x.dim() - named)
     entries: list[Any] = []
     for i in several:
-        if isinstance(i, slice):
-            bounds = (b.item() if isinstance(b, Tensor) else b for b in (i.start, i.stop, i.step))
-            i = slice(*bounds)
-        elif isinstance(i, bool):
-            i = torch.tensor(i)
-        elif i is not None and i is not Ellipsis and not isinstance(i, Tensor | int):
-            i = torch.as_tensor(i)
         if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8):
             if isinstance(i, Field) and is_whole(i):
                 i = i._local
             if isinstance(i, Field):
                 raise refused("indexing with a mask that is a field, and more,", i)
-            _check_mask(x, i, len([e for e in entries if e is not None and e is not Ellipsis]))
+            _check_mask(x, i, len(entries) - entries.count(None))
             if not i.dim():
-                if len(several) > 1:
+                if entries or named or any(e is None for e in several):
                     raise refused("indexing with a mask of no dims, and more,", x)
                 return [slice(0, int(i.item())), *[slice(None)] * x.dim()]
             entries += i.nonzero(as_tuple=True)
@@ -104,11 +102,22 @@ def _normal(x: Tensor, index: Any) -> list[Any]:
         if isinstance(i, Tensor) and not isinstance(i, Field) and i.dim() == 0:
             i = int(i)
         entries.append(i)
-    named = sum(i is not None and i is not Ellipsis for i in entries)
-    if named > x.dim():
-        raise IndexError(f"too many indices for a tensor of {x.dim()} dims")
-    place = next((k for k, i in enumerate(entries) if i is Ellipsis), len(entries))
-    return [*entries[:place], *[slice(None)] * (x.dim() - named), *entries[place + 1 :]]
+    return entries
+
+
+def _entry(i: Any) -> Any:
+    """An entry of an index: numbers of Python, or a tensor."""
+    if isinstance(i, slice):
+        return slice(*(b.item() if isinstance(b, Tensor) else b for b in (i.start, i.stop, i.step)))
+    if i is None or i is Ellipsis or (isinstance(i, Tensor | int) and not isinstance(i, bool)):
+        return i
+    i = torch.as_tensor(i)
+    return i if i.numel() or i.dtype == torch.bool else i.long()
+
+
+def _dims_named(i: Any) -> int:
+    is_mask = isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+    return i.dim() if is_mask else int(i is not None and i is not Ellipsis)
 
 
 def is_whole(x: Tensor) -> bool:
@@ -130,9 +139,9 @@ def by_index(x: Tensor, index: Any) -> Any:
         return _at_mask(x, index)
     entries = _normal(x, index)
     if len(entries) > x.dim() + entries.count(None):  # of a mask without dims
-        x = x[None]
+        return x[None][tuple(entries)].clone()
     if not any(isinstance(i, Tensor) for i in entries):
-        return x[tuple(entries)].clone()
+        return x[tuple(entries)]
     places = [k for k, i in enumerate(entries) if isinstance(i, Tensor | int)]
     y = x[tuple(slice(None) if k in places else i for k, i in enumerate(entries))]
     given = [torch.as_tensor(entries[k], device=x.device) for k in places]
@@ -216,8 +225,8 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
         _write_at_mask(x, index, value)
         return
     entries = _normal(x, index)
-    if any(isinstance(i, Tensor) for i in entries) or None in entries:
-        raise refused("writing at an index of integers, or with None", x)
+    if any(isinstance(i, Tensor) for i in entries) or len(entries) > x.dim():
+        raise refused("writing at an index of integers, with None or a mask of no dims,", x)
     where: list[Any] = []
     dims: list[Dim] = []
     nothing = False
@@ -370,7 +379,7 @@ def take_along_dim(
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     d = at(dim, x.dim())
-    indices = torch.where(indices < 0, indices + x.shape[d], indices)
+    indices = indices.remainder(max(x.shape[d], 1))
     sizes = zip(x.shape, indices.shape)
     shape = [max(a, b) if k != d else None for k, (a, b) in enumerate(sizes)]
     one, two = ([n if n is not None else t.shape[d] for n in shape] for t in (x, indices))

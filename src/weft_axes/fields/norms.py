@@ -309,6 +309,6 @@ def rms_norm(
 def local_response_norm(
     x: Part, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Recipe:
-    if x.ndim < 3 or x.is_split(1):
-        raise refused("local_response_norm over split channels", x)
+    if x.ndim < 3 or x.is_split(1) or not x.dtype.is_floating_point:
+        raise refused("local_response_norm over split channels, or of integers,", x)
     return on_locals(F.local_response_norm, (x, size, alpha, beta, k), x.dims)

@@ -196,6 +196,8 @@ def _added(name: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         x, given = input, [*pair, *named.values()]
         if not x.is_floating_point() and not x.is_complex():
             raise refused(f"{name} of integers", x)
+        if name not in ("addmv", "addr"):
+            x, *given = cast_for_autocast(x, *given)
         y = product(given[0], given[1])
         y = y if alpha == 1 else alpha * y
         if not beta:
@@ -226,6 +228,7 @@ def inner(a: Tensor, b: Tensor, *, out: None = None) -> Tensor:
 
 @composite(torch.tensordot, torch.functional.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+    a, b = cast_for_autocast(a, b)
     if isinstance(dims, int):
         pairs = [(a.dim() - dims + i, i) for i in range(dims)]
     else:
@@ -251,5 +254,5 @@ def vdot(a: Tensor, b: Tensor, *, out: None = None) -> Tensor:
 
 @composite(F.bilinear)
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = torch.einsum("...i,oij,...j->...o", a, weight, b)
+    y = without_autocast(torch.einsum)("...i,oij,...j->...o", a, weight, b)
     return y if bias is None else y + bias

@@ -36,6 +36,8 @@ from .place import FieldRegion, region_of
 
 #: Numbers that a question about tensors of which some have none may be asked with.
 _FEW = 1 << 16
+#: What functions raise of arguments that they do not take.
+OF_ARGUMENTS = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 RULES: dict[Any, Callable] = {}
 DIRECT: dict[Any, Callable] = {}
 #: Rules written in functions of torch, which run on fields.
@@ -373,7 +375,7 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int, _: torch.dtype) -> An
     wholes = list(_wholes((args, kwargs)))
     try:
         metas, found = _tried(func, args, kwargs, wholes, n, "meta")
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+    except OF_ARGUMENTS as error:
         if "meta" in str(error).lower():
             return None
         if (

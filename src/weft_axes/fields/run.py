@@ -7,6 +7,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from .positions import POSITIONWISE
 from .registry import (
     COMPOSITE,
     DIRECT,
+    OF_ARGUMENTS,
     RULES,
     Direct,
     KeptRecipe,
@@ -80,8 +82,6 @@ _TO_OTHER_SHAPES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
     *("as_strided_", "resize_as_", "swap_dims_"),
 )
-#: What functions raise of arguments that they do not take.
-_OF_ARGUMENTS = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 #: Names of arguments that functions of C have as numpy has them, beside their own.
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 #: The most numbers that a function without a rule may bring to every rank.
@@ -227,8 +227,9 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         result = kept.run(*args, **kwargs)
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
-    except _OF_ARGUMENTS as error:
-        if isinstance(error, WeftError | IndexError | torch.OutOfMemoryError):
+    except OF_ARGUMENTS as error:
+        ran = (f.f_code is KeptRecipe.of.__code__ for f, _ in walk_tb(error.__traceback__))
+        if isinstance(error, WeftError | IndexError) or any(ran):  # it is of numbers
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
     if isinstance(recipe, Recipe):
@@ -251,7 +252,7 @@ def _by_fallback(func: Callable, args: tuple, kwargs: dict, failed: NoRule) -> A
         raise failed
     recipe = _whole(call)
     if not recipe.writes:  # results that torch has as views of a field are none
-        with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
+        with contextlib.suppress(*OF_ARGUMENTS):
             facts = call.ask()
     kept, result = call(recipe, facts)
     call.keep(kept)

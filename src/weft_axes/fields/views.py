@@ -305,7 +305,7 @@ def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
 
 @composite(*both("channel_shuffle"))
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    return x.unflatten(1, (groups, x.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+    return x.unflatten(1, (groups, x.shape[1] // groups)).transpose(1, 2).flatten(1, 2).clone()
 
 
 # -- slices ---------------------------------------------------------------------------------------
@@ -443,8 +443,10 @@ def tensor_split(x: Part, indices_or_sections: Any = None, dim: int = 0, **named
 
 
 @rule(*both("unbind"))
-def unbind(x: Part, dim: int = 0) -> Recipe:
+def unbind(x: Part, dim: int = 0) -> Recipe | Direct:
     d = at(dim, x.ndim)
+    if not x.shape[d]:
+        return Direct(lambda *_, **__: ())
     parts = [select(x, d, i) for i in range(x.shape[d])]
 
     def run(t: list[Any]) -> tuple:
