@@ -452,6 +452,20 @@ CALLS |= {
     for mode in ("nearest", "nearest-exact", "bilinear")
 }
 CALLS |= {
+    f"index {n}": lambda x, index=index: x[index]
+    for n, index in enumerate(
+        [
+            (0, None, torch.tensor([-1, 1])),
+            (0, None, torch.tensor([-1, 1]), 1),
+            (slice(None), 1, None, torch.tensor([-1, 2, -2])),
+            (0, slice(None), torch.tensor([1, 2])),
+            (slice(None), torch.tensor([0, 1]), slice(None), 0),
+            (torch.tensor([0]), None, 1, torch.tensor([1, 2])),
+            (slice(None), torch.tensor([0, 1]), 1, torch.tensor([1, 2])),
+        ]
+    )
+}
+CALLS |= {
     f"{name} by numpy's names": fn
     for name, fn in {
         "sort": lambda x: x.sort(axis=2)[0],

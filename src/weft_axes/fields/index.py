@@ -149,7 +149,10 @@ def by_index(x: Tensor, index: Any) -> Any:
     goal = broadcast([dims_of(i) for i in given])
     dims, t = list(dims_of(y)), look.local(y)
     axes = {axis for dim in goal for axis in split_axes(dim)}
-    adjacent = places == list(range(places[0], places[0] + len(places)))
+    # torch takes numbers first; of what is left it asks whether indices stand side by side.
+    numbers = [d for d, i in zip(places, given) if not i.dim()]
+    at = [d - sum(n < d for n in numbers) for d in places if d not in numbers]
+    first = at[0] if at and at == [*range(at[0], at[0] + len(at))] else 0
     parts = []
     for d, index_ in zip(places, given):
         i, n = look.placed(index_, goal[len(goal) - index_.dim() :]), dim_size(dims[d])
@@ -172,7 +175,6 @@ def by_index(x: Tensor, index: Any) -> Any:
     )
     out = t[where]
     kept = [q for d, q in enumerate(wanted) if d not in places]
-    first = places[0] if adjacent else 0
     return look.field(out, [*kept[:first], *goal, *kept[first:]])
 
 

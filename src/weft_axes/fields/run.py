@@ -228,8 +228,7 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
         result = kept.run(*args, **kwargs)
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
     except OF_ARGUMENTS as error:
-        ran = (f.f_code is KeptRecipe.of.__code__ for f, _ in walk_tb(error.__traceback__))
-        if isinstance(error, WeftError | IndexError) or any(ran):  # it is of numbers
+        if isinstance(error, WeftError | IndexError) or _is_of_numbers(error):
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
     if isinstance(recipe, Recipe):
@@ -239,6 +238,11 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
     check_results(call.name, result, facts)
     call.keep(kept)
     return result
+
+
+def _is_of_numbers(error: BaseException) -> bool:
+    """True of an error of a function that ran on numbers."""
+    return any(f.f_code is KeptRecipe.of.__code__ for f, _ in walk_tb(error.__traceback__))
 
 
 def _not_composed(*_: Any, **__: Any) -> Any:
