@@ -344,6 +344,42 @@ def test_writes_into_a_view_of_what_ran_whole_are_refused(batch):
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+@pytest.mark.parametrize("kept", [False, True], ids=["a copy of what is gone", "of what is not"])
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda x: x,
+        lambda x: x.detach(),
+        lambda x: x[:, :1],
+        lambda x: x.detach()[:, 1],
+        lambda x: x[:, :1][..., 0],
+        lambda x: x.reshape(1, 6, 4)[:, 0].view(2, 2)[0],
+    ],
+)
+def test_a_copy_may_be_written_once_what_it_was_copied_of_is_gone(kept, alias):
+    class Shifts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            held = alias(y) if kept else None
+            y = torch.reshape(y, (1, 6, 4))[:, :, 1:]  # whole, as it cuts ranks' parts elsewhere
+            y *= 3
+            return y if held is None else y.sum() + held.sum()
+
+    x = torch.arange(24.0).view(1, 4, 6)
+    split = {"dims": {"tokens": 1}}
+
+    def rank(layout: Layout) -> Tensor:
+        return weft.parallelize(Shifts(), layout, **split)(x)
+
+    if kept:
+        with pytest.raises(UnsupportedError, match="which is a copy"):
+            weft.on_threads(Layout.parse("tokens: ring=3"), rank)
+    else:
+        for found in weft.on_threads(Layout.parse("tokens: ring=3"), rank):
+            torch.testing.assert_close(found, Shifts()(x), rtol=0, atol=0)
+
+
 LOSSES = (
     lambda x, whole: (x * whole.mean()).sum(),
     lambda x, whole: x.sum() + whole.square().sum(),

@@ -401,10 +401,18 @@ def two_turns(model, call):
         return whole(model(**cloned(call), cache=cache).logits)
 
 
-USES = {f.__name__: f for f in (last_kept, hidden_states, by_hand, two_turns)}
+def untyped(model, call):
+    """Logits of a call without token types, whose masks some models make otherwise."""
+    given = {n: v for n, v in call.items() if n != "token_type_ids"}
+    with InFP64(), torch.no_grad():
+        return whole(model(**cloned(given)).logits)
+
+
+USES = {f.__name__: f for f in (last_kept, hidden_states, by_hand, two_turns, untyped)}
 TRIED = {
     ("qwen3_vl", "by_hand"),  # neither its head nor the model below takes use_cache
     ("paligemma", "by_hand"),  # makes masks for its decoder
+    ("paligemma", "untyped"),  # leaves none to layers that are not causal
     ("gemma4", "last_kept"),  # its head compares states with full rows
     ("qwen2_audio", "last_kept"),  # heeds no logits_to_keep
     ("qwen3_vl", "two_turns"),

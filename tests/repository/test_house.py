@@ -300,7 +300,7 @@ BUDGET = {
     "src/weft_planner": 3_090,
     "src/weft_proof": 980,
     "src/weft_cli": 3_690,
-    "tests": 40_300,
+    "tests": 40_400,
     "benchmarks": 8_950,
 }
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft._torch import OF_UNPACKED, as_torch_does, make_wrapper, version
 from weft._uploads import uploaded
@@ -270,11 +271,24 @@ OF_FUNCTION = (
 )
 
 
+#: By where numbers are, what was copied of them.
+_copies: weakref.WeakValueDictionary[int, weakref.WeakSet] = weakref.WeakValueDictionary()
+
+
 class Copied:
     """What a field was copied of, where torch has a view of it."""
 
-    def __init__(self, what: str, base: Tensor) -> None:
+    def __init__(self, what: str, base: Tensor, of: Copied | None = None) -> None:
         self.what, self.base, self.version = what, weakref.ref(base), version(base)
+        numbers = StorageWeakRef(base.untyped_storage())
+        self.numbers: list[Any] = [numbers, *(of.numbers if of is not None else ())]
+        found = _copies.setdefault(numbers.cdata, weakref.WeakSet())
+        self.copies: weakref.WeakSet[Copied] = found if of is None else of.copies
+        self.copies.add(self)
+
+    def is_alone(self) -> bool:
+        """True if neither what it was copied of nor another copy of that is left."""
+        return all(n.expired() for n in self.numbers) and len(self.copies) == 1
 
     def check(self) -> None:
         """Raise if what it was copied of has been written since."""

@@ -557,7 +557,7 @@ class KeptRecipe:
         if base is not None:
             x, source = locals_[base], tensors[base]
             if copies or not _is_view_of(t, x):
-                copied = Copied(self.name, x)
+                copied = Copied(self.name, x, getattr(source, "_copied", None))
             elif type(source) is Field:
                 if is_base and t is x and place is source._place:
                     return source
@@ -567,7 +567,8 @@ class KeptRecipe:
         elif is_known:
             t = _apart(t, locals_)
         elif hasattr(t, "copied"):
-            copied = Copied(self.name, locals_[t.copied])
+            source = tensors[t.copied]
+            copied = Copied(self.name, locals_[t.copied], getattr(source, "_copied", None))
         field = Field(t, place, trail)
         if copied is not None:
             field._copied = copied
@@ -607,6 +608,8 @@ def check_results(name: str, made: Any, facts: Any) -> None:
 
 def check_writable(x: Field, name: str) -> None:
     """Raise unless a write into a field is one into what it is a view of, on every rank."""
+    if x._copied is not None and x._copied.is_alone():
+        x._copied = None  # nothing is left that a write into it would change
     if x._copied is not None:
         raise UnsupportedError(
             f"{name} writes into {x._copied.what} of a weft.Field, which is a copy where torch has"

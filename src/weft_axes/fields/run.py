@@ -215,7 +215,7 @@ def _planned(func: Callable, args: tuple, kwargs: dict, other: Callable | None) 
             return other(*args, **kwargs)
         return _by_rule(func, args, kwargs)
     except NoRule as error:
-        failed = error
+        failed = error.with_traceback(None)  # which would hold this frame, and tensors
     return as_torch_does(_by_fallback, func, args, kwargs, failed)
 
 

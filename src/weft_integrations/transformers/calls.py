@@ -382,9 +382,7 @@ class Calls:
         call.cache, call.past, call.padding = cache, past, held.padding
         return call, local | {name: cache, "use_cache": True}
 
-    def _split(
-        self, kwargs: dict, module: Foreign, past: int = 0, cached: bool = False
-    ) -> tuple[ModelCall, dict]:
+    def _split(self, kwargs: dict, module: Foreign, past: int = 0, cached: bool = False) -> tuple:
         """A call whose tokens are split, of arguments without those of a cache."""
         refused.arguments(kwargs, module)
         dims, share = self.layout.shard_dims(self.axis), 1 / self.layout.size(self.axis)

@@ -89,6 +89,8 @@ def make_mask(
         packed = call.facts.documents is not None
         mask = behind(translate(mask_function, kv_length, packed), call.past)
         found = call.sharded(mask, (q_length, kv_length), extra, past, looks)
+        left_out = found.mask == Causal() and past is None and not call.eager
+        found = replace(found, left_out=left_out and kwargs.get("allow_is_causal_skip", False))
         return found if packed or not makes else replace(found, make=make)
     except UnsupportedError as error:
         if makes and call.facts.documents is None:  # else the model found no documents
@@ -168,6 +170,8 @@ def attend(
     if isinstance(where, Tensor) and where.dim() == 4 and where.shape[1:3] == (1, 1):
         lengths = query.shape[2], key.shape[2]
         where = call.sharded(Full(), lengths, call.padding_of(where[:, 0, 0]))
+    if isinstance(where, Sharded) and where.left_out and not getattr(module, "is_causal", True):
+        where = replace(where, mask=Full())
     choice = _choice(module, call.axis, indices, blocks)
     weights = None
     if isinstance(where, Weighed):

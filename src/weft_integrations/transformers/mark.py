@@ -124,6 +124,7 @@ class Sharded(Mark):
         cached: keys and values go into a cache.
         past: the mask of keys that were in the cache before.
         refusal: why this mask cannot be honoured: raised by the first layer to use it.
+        left_out: transformers' sdpa gets none, and is causal where a layer says so.
         make: the tensor that transformers makes of it, for code that uses it as one.
     """
 
@@ -134,6 +135,7 @@ class Sharded(Mark):
     cached: bool = False
     past: OfCache | None = None
     refusal: str = ""
+    left_out: bool = False
     make: Callable[[], Tensor] | None = field(default=None, compare=False)
 
     def __getitem__(self, index: Any) -> Any:
