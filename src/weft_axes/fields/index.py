@@ -464,4 +464,4 @@ def masked_select(x: Tensor, mask: Tensor, *, out: None = None) -> Tensor:
 
 @composite(*both("take"))
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.reshape(-1)[index]
+    return x.reshape(-1)[index.reshape(-1)].reshape(index.shape)

@@ -130,7 +130,7 @@ def _cross_entropy(
         if reduction == "none":
             return NotImplemented
         each = F.cross_entropy(x, target, weight, reduction="none", label_smoothing=label_smoothing)
-        n = each.numel()
+        n = x.numel() // x.shape[d]
         return each.sum() / n if reduction == "mean" else reduced_by(each, reduction)
     if reduction == "none":
         return NotImplemented

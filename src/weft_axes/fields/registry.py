@@ -34,7 +34,7 @@ from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
 from .place import FieldRegion, region_of
 
-#: Numbers that a question about tensors of which some have none may be asked with.
+#: Numbers that a question about tensors may be asked with.
 _FEW = 1 << 16
 #: What functions raise of arguments that they do not take.
 OF_ARGUMENTS = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
@@ -378,12 +378,9 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int, _: torch.dtype) -> An
     except OF_ARGUMENTS as error:
         if "meta" in str(error).lower():
             return None
-        if (
-            all(math.prod(w.shape) for w in wholes)
-            or sum(math.prod(w.shape) for w in wholes) > _FEW
-        ):
+        if sum(math.prod(w.shape) for w in wholes) > _FEW:
             raise
-        # Of nothing shapes say more than kernels do: numbers decide, where there are few.
+        # Shapes alone, as of nothing, say more than kernels do: numbers decide, where few.
         metas, found = _tried(func, args, kwargs, wholes, n, "cpu")
 
     def result(value: Any) -> Any:
