@@ -344,6 +344,34 @@ def test_writes_into_a_view_of_what_ran_whole_are_refused(batch):
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+class WholeSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        return (x.full_tensor() if isinstance(x, Field) else x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(2, 9, 4)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_function_of_ones_own_that_gives_a_plain_tensor_is_refused(meets):
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = WholeSum.apply(x * self.w)
+            return x * total if meets else total
+
+    def rank(layout: Layout) -> None:
+        weft.parallelize(Sums(), layout, dims={"tokens": 1})(torch.ones(2, 9, 4))
+
+    with pytest.raises(UnsupportedError, match="whose gradient would be lost"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
 @pytest.mark.filterwarnings("ignore:.*has no rule")
 @pytest.mark.parametrize("kept", [False, True], ids=["a copy of what is gone", "of what is not"])
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from weft.move.passing import Exchange
 from weft.plan.call import Call
 from weft.plan.choices import NUMBER
 from weft.plan.lengths import Length, read_length
-from weft.plan.order import Spans, count, positions
+from weft.plan.order import count, positions
 from weft.runtime.autocast import without_autocast
 from weft_axes.fetching.lists import IndexSizes, ListPlan, list_plan
 
@@ -217,7 +216,11 @@ def _lists(
     """Scores and positions (b, n, K) of the best keys of this rank's queries."""
     groups = ((plan.rows, plan.key_spans(), (ik,)), (plan.lists, plan.query_spans(), (iq, weights)))
     (ik,), (iq, weights) = (
-        [_of_ranks(transport, t, dims, spans) for t in tensors] for dims, spans, tensors in groups
+        [
+            gather_slices(t, 2, [*map(count, spans)], dims, transport, "index") if dims else t
+            for t in tensors
+        ]
+        for dims, spans, tensors in groups
     )
     keys, queries = (
         positions(tuple(s for each in spans for s in each), iq.device) for _, spans, _ in groups
@@ -228,18 +231,9 @@ def _lists(
     for rows in _pieces(iq, len(keys)):
         some = iq[:, :, rows], ik, weights[:, :, rows]
         found.append(_best(plan, _scores(*some, mask, queries[rows], keys), keys))
-    kept = plan.sizes.count
-    scores, places = (torch.cat(t, 1) for t in zip(*found)) if found else _nothing(iq, kept)
+    none = iq.new_empty(len(iq), 0, plan.sizes.count, dtype=accumulate_dtype(iq.dtype))
+    scores, places = (torch.cat(t, 1) for t in zip(*found or [(none, none.long())]))
     return _merged(plan, transport, scores, places) if plan.lists else (scores, places)
-
-
-def _of_ranks(
-    transport: Messages, t: Tensor, dims: Sequence[str], spans: Sequence[Spans]
-) -> Tensor:
-    """Tokens, in dim 2, of all ranks along mesh dims, one rank's after another's."""
-    if not dims:
-        return t
-    return gather_slices(t, 2, [count(each) for each in spans], dims, transport, "index")
 
 
 def _pieces(iq: Tensor, keys: int) -> list[slice]:
@@ -271,14 +265,6 @@ def _best(plan: ListPlan, scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
         return merge_top_k(scores, keys.expand_as(scores), plan.sizes.count)
     best, places = scores.topk(plan.sizes.count, -1)  # of whole rows, in global order
     return best, places.masked_fill(best.isneginf(), -1)
-
-
-def _nothing(iq: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """The lists of no queries."""
-    shape = len(iq), 0, kept
-    return iq.new_empty(shape, dtype=accumulate_dtype(iq.dtype)), iq.new_empty(
-        shape, dtype=torch.int64
-    )
 
 
 def _merged(

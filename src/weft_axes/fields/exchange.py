@@ -13,6 +13,7 @@ from weft._torch import function_of_node
 from weft._uploads import uploaded
 from weft.comm.once_differentiable import once
 from weft.comm.origin import origin
+from weft.errors import UnsupportedError
 from weft.move import handles
 from weft.move.collectives import Sum, invariant_to_replicate, scale_backward
 from weft.move.passing import Exchange
@@ -233,6 +234,11 @@ def is_made_whole(x: Tensor) -> bool:
         node = nodes.pop()
         if function_of_node(node) is _Full:
             return True
+        if hasattr(getattr(node, "variable", None), "_place"):
+            raise UnsupportedError(
+                "a torch.autograd.Function of yours made a plain tensor of a weft.Field, whose"
+                " gradient would be lost: give it field.full_tensor()"
+            )
         if node is not None and node not in seen and function_of_node(node) is not Sum:
             seen.add(node)
             nodes += [inner for inner, _ in node.next_functions]

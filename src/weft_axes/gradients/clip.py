@@ -66,7 +66,9 @@ def clip_grad_norm_(
         _refuse_stages(layout)
     of_model = isinstance(parameters, nn.Module)
     split = head_parameters(parameters) if isinstance(parameters, nn.Module) else ()
-    given = [(p, p.grad) for p in _listed(parameters) if p.grad is not None]
+    alone = [parameters] if isinstance(parameters, Tensor) else parameters
+    every = alone.parameters() if isinstance(alone, nn.Module) else alone
+    given = [(p, p.grad) for p in every if p.grad is not None]
     found = [shard_of(grad, layout, p in split) for p, grad in given]
     beyond = [_is_beyond(grad, layout) for _, grad in given]
     counted = [x.local for x, far in zip(found, beyond) if x.first and not far]
@@ -100,12 +102,6 @@ def clip_grad_norm_(
     for part in found:
         part.local.mul_(factor.to(part.local.dtype))
     return norm.to(found[0].local.dtype if found else torch.get_default_dtype())
-
-
-def _listed(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
-    if isinstance(parameters, nn.Module):
-        return parameters.parameters()
-    return [parameters] if isinstance(parameters, Tensor) else parameters
 
 
 def _square(local: Tensor) -> Tensor:

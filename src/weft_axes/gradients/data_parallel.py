@@ -117,7 +117,10 @@ def data_parallel(
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
         return _ddp(model, mesh.get_group(), options, averaged)
-    chosen = {m for m in model.modules() if blocks(m)} if blocks else set(_of_lists(model))
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    chosen = (
+        {*filter(blocks, model.modules())} if blocks else {b for m in lists for b in _called(m)}
+    )
     while apart := _sharing(model, chosen):  # FSDP2 would make a parameter that they share two
         chosen = chosen - apart
     for part in reversed(list(model.modules())):  # inner ones first
@@ -161,12 +164,6 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
             "DistributedDataParallel takes no DTensors, which parameters are where heads are "
             "split; use weft.data_parallel(model, layout, 'fsdp'), or layout.sync_gradients(model)"
         )
-
-
-def _of_lists(model: nn.Module) -> Iterator[nn.Module]:
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential):
-            yield from _called(part)
 
 
 def _called(part: nn.Module) -> Iterator[nn.Module]:
