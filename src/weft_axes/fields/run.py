@@ -229,7 +229,8 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
     except OF_ARGUMENTS as error:
         ran = (f.f_code is KeptRecipe.of.__code__ for f, _ in walk_tb(error.__traceback__))
-        if isinstance(error, WeftError | IndexError) or any(ran):  # it is of numbers
+        of_numbers = isinstance(error, IndexError) and func in COMPOSITE
+        if of_numbers or isinstance(error, WeftError) or any(ran):
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
     if isinstance(recipe, Recipe):
