@@ -228,7 +228,8 @@ def _by_rule(func: Callable, args: tuple, kwargs: dict) -> Any:
         result = kept.run(*args, **kwargs)
         recipe = as_torch_does(_recipe, call) if result is NotImplemented else kept
     except OF_ARGUMENTS as error:
-        if isinstance(error, WeftError | IndexError) or _is_of_numbers(error):
+        of_numbers = isinstance(error, IndexError) and func in COMPOSITE
+        if of_numbers or isinstance(error, WeftError) or _is_of_numbers(error):
             raise
         raise NoRule(f"{call.name} of a weft.Field: {error}") from error
     if isinstance(recipe, Recipe):
