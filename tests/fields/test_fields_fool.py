@@ -768,3 +768,31 @@ def test_a_square_by_its_transpose_is_split_once():
         return (field * field.transpose(0, 1)).full_tensor()
 
     assert torch.equal(weft.on_threads(Layout.parse("height: gather=2"), rank)[1], x * x.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin", "logsumexp"])
+def test_exponentials_over_a_split_dim_round_as_torchs(name, dtype):
+    fn = getattr(F, name, getattr(torch, name, None))
+    x, g = ((3 * torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(n))) for n in (0, 1))
+    x, g = x.to(dtype), g.to(dtype)
+
+    def both(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        y = fn(x, 1, keepdim=True) if name == "logsumexp" else fn(x, 1)
+        (y * g).sum().backward()
+        return y.detach(), x.grad
+
+    right, torchs = both(x.double(), g.double()), both(x, g)
+
+    def rank(layout: Layout) -> tuple[Tensor, Tensor]:
+        own = x.clone().requires_grad_()
+        field, weights = (Field.distribute(t, layout, {"t": 1}) for t in (own, g))
+        y = fn(field, 1, keepdim=True) if name == "logsumexp" else fn(field, 1)
+        (y * weights).sum().backward()
+        return y.full_tensor().detach(), own.grad
+
+    for found in weft.on_threads(Layout.parse("t: ring=2"), rank):
+        for mine, theirs, exact in zip(found, torchs, right):
+            assert mine.dtype == theirs.dtype
+            assert (mine - exact).norm() < 1.2 * (theirs - exact).norm()

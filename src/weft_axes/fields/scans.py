@@ -76,16 +76,17 @@ for _name, _position, _default, _results, _drops in (
 
 
 def _softmax(name: str) -> None:
-    def over(x: Tensor, dim: Any = None, *args: Any, dtype: Any = None, **named: Any) -> Any:
+    def over(x: Any, dim: Any = None, *args: Any, dtype: Any = None, **named: Any) -> Any:
         if not isinstance(dim, int) or not crosses_field(x, dim) or not x.numel():
             return NotImplemented
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
         x = -x if name == "softmin" else x
-        x = x if dtype is None else x.to(dtype)
+        kept = torch.softmax(x._local.new_empty(1), 0, dtype=dtype).dtype
+        x = x.to(torch.promote_types(kept, torch.float32))  # in which torch's kernels compute
         top = x.detach().amax(dim, keepdim=True)
         e = (x - top).exp()
         total = e.sum(dim, keepdim=True)
-        return x - top - total.log() if name == "log_softmax" else e / total
+        return (x - top - total.log() if name == "log_softmax" else e / total).to(kept)
 
     composite(*both(name))(over)
 
@@ -95,15 +96,16 @@ for _name in ("softmax", "log_softmax", "softmin"):
 
 
 @composite(*both("logsumexp"))
-def logsumexp(x: Tensor, dim: Any, keepdim: bool = False, *, out: None = None) -> Any:
+def logsumexp(x: Any, dim: Any, keepdim: bool = False, *, out: None = None) -> Any:
     if not crosses_field(x, dim) or not x.numel():
         return NotImplemented
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    kept = torch.logsumexp(x._local.new_empty(1), 0).dtype
+    x = x.to(torch.promote_types(kept, torch.float32))
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isinf(), 0, top)
     y = (x - top).exp().sum(dim, keepdim=True).log() + top
     over = sorted({at(d, x.dim()) for d in ((dim,) if isinstance(dim, int) else dim)})
-    return y if keepdim else y.squeeze(tuple(over))
+    return (y if keepdim else y.squeeze(tuple(over))).to(kept)
 
 
 @rule(*both("logsumexp"))
