@@ -81,7 +81,8 @@ def _softmax(name: str) -> None:
             return NotImplemented
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
         x = -x if name == "softmin" else x
-        kept = torch.softmax(x._local.new_empty(1), 0, dtype=dtype).dtype
+        one = x._local.new_empty(1)
+        kept = torch.softmax(one, 0, dtype=dtype).dtype
         x = x.to(torch.promote_types(kept, torch.float32))  # in which torch's kernels compute
         top = x.detach().amax(dim, keepdim=True)
         e = (x - top).exp()
@@ -99,7 +100,8 @@ for _name in ("softmax", "log_softmax", "softmin"):
 def logsumexp(x: Any, dim: Any, keepdim: bool = False, *, out: None = None) -> Any:
     if not crosses_field(x, dim) or not x.numel():
         return NotImplemented
-    kept = torch.logsumexp(x._local.new_empty(1), 0).dtype
+    one = x._local.new_empty(1)
+    kept = torch.logsumexp(one, 0).dtype
     x = x.to(torch.promote_types(kept, torch.float32))
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isinf(), 0, top)
