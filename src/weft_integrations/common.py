@@ -251,9 +251,7 @@ def check_modules(model: nn.Module, layout: Layout, *axes: str) -> None:
                 f"{name or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
             )
         if name and "_weft" in vars(module):
-            raise UnsupportedError(
-                f"{name} has been parallelized within a parallelized model: weft.restore it"
-            )
+            raise UnsupportedError(f"{name} is parallelized within a parallelized model: undo it")
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise UnsupportedError(
                 f"{name} has a backward hook, which torch gives tensors of its own graph and no"

@@ -106,6 +106,7 @@ class Entered:
     inside: Callable[[], bool]
     begun: dict[int, list[_Met]] = field(default_factory=dict)
     met: list[_Met] = field(default_factory=list)
+    weights: set[nn.Parameter] = field(default_factory=set)
 
     def hand_out(self, x: Tensor, as_field: bool) -> Tensor:
         """An output, whose gradient ranks compare: a field that is split as one, or whole."""
@@ -139,9 +140,11 @@ class Entered:
 
     def meet(self, t: Tensor) -> bool:
         """Take a plain tensor that outputs met into the comparison of this or the next pass."""
-        if self.inside() or t.is_complex() or not has_numbers(t):
+        if self.inside() or t in self.weights or t.is_complex() or not has_numbers(t):
             return False
-        t = t.detach().reshape(-1)[:_OF_A_WEIGHT] if isinstance(t, nn.Parameter) else t
+        if isinstance(t, nn.Parameter):  # once from pass to pass
+            self.weights.add(t)
+            t = t.detach().reshape(-1)[:_OF_A_WEIGHT]
         met = self.met if backward_pass() < 0 else self.begun_now()
         met.append(_arriving(t) if t.is_floating_point() else _mark(t))
         return True
@@ -150,6 +153,7 @@ class Entered:
         """The state to compare of a backward pass, once it has arrived."""
         begun = [*self.begun.pop(number, []), *self.met]
         self.met.clear()
+        self.weights.clear()
         bits = download([mark for mark in begun if isinstance(mark, Tensor)])
 
         def arrive() -> GroupState:

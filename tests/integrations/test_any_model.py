@@ -885,7 +885,7 @@ TWO_SUMS: dict[str, tuple[type[Exception], str, Callable[[Layout, Tensor], Any]]
     ),
     "a part later": (
         UnsupportedError,
-        "0 has been parallelized within",
+        "0 is parallelized within",
         lambda layout, x: _outer_first(layout)(x),
     ),
     "one sum of both": (

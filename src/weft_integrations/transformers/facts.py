@@ -51,10 +51,7 @@ class RowFacts:
         if ids is None:  # of a decoder, behind an encoder of sound
             ids = next((kwargs[n] for n in _OF_DECODER if kwargs.get(n) is not None), None)
         if ids is None or ids.dim() < 2:
-            raise ShapeError(
-                "the call has no input_ids or inputs_embeds; of sound alone weft.parallelize(model,"
-                " layout, dims={'tokens': 1}) splits what has a dim 1"
-            )
+            raise ShapeError("no input_ids or inputs_embeds; of sound alone say dims={'tokens': 1}")
         rows, length = ids.shape[:2]
         documents, bounds, by_positions = None, kwargs.get("cu_seq_lens_q"), False
         if bounds is not None and rows == 1:
