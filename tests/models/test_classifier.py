@@ -256,7 +256,7 @@ def test_scikit_learn_predicts_more_classes_and_calibrates():
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "weft_models.tables.classifier", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
-    with pytest.raises(ImportError, match=r"pip install 'weft-attention\[tables\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[tables\]'"):
         weft.TabularClassifier  # noqa: B018
 
 
