@@ -770,16 +770,27 @@ def test_a_square_by_its_transpose_is_split_once():
     assert torch.equal(weft.on_threads(Layout.parse("height: gather=2"), rank)[1], x * x.T)
 
 
+#: Functions over a split dim.
+ROUNDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "softmin": lambda x: F.softmin(x, 1),
+    "logsumexp": lambda x: x.logsumexp(1, keepdim=True),
+    "norm": lambda x: x.norm(dim=1, keepdim=True),
+    "norm of order 3": lambda x: torch.linalg.vector_norm(x, 3, 1, keepdim=True),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin", "logsumexp"])
-def test_exponentials_over_a_split_dim_round_as_torchs(name, dtype):
-    fn = getattr(F, name, getattr(torch, name, None))
+@pytest.mark.parametrize("name", ROUNDING)
+def test_what_kernels_compute_in_fp32_rounds_as_torchs(name, dtype):
+    fn = ROUNDING[name]
     x, g = ((3 * torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(n))) for n in (0, 1))
     x, g = x.to(dtype), g.to(dtype)
 
     def both(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
-        y = fn(x, 1, keepdim=True) if name == "logsumexp" else fn(x, 1)
+        y = fn(x)
         (y * g).sum().backward()
         return y.detach(), x.grad
 
@@ -788,7 +799,7 @@ def test_exponentials_over_a_split_dim_round_as_torchs(name, dtype):
     def rank(layout: Layout) -> tuple[Tensor, Tensor]:
         own = x.clone().requires_grad_()
         field, weights = (Field.distribute(t, layout, {"t": 1}) for t in (own, g))
-        y = fn(field, 1, keepdim=True) if name == "logsumexp" else fn(field, 1)
+        y = fn(field)
         (y * weights).sum().backward()
         return y.full_tensor().detach(), own.grad
 

@@ -395,7 +395,7 @@ def _local_norm(func: Any) -> Callable:
 
 
 def _split_norm(
-    x: Tensor,
+    x: Any,
     p: Any = None,
     dim: Any = None,
     keepdim: bool = False,
@@ -412,7 +412,13 @@ def _split_norm(
     if not isinstance(p, int | float) or not x.is_floating_point():
         raise refused(f"a norm of order {p!r}", x)
     over = () if dim is None else dim
-    x = (x if dtype is None else x.to(dtype)).abs()
+    one = x._local.new_zeros(1)
+    kept = torch.linalg.vector_norm(one, dtype=dtype).dtype
+    x = x.to(torch.promote_types(kept, torch.float32)).abs()  # in which torch's kernels compute
+    return _norm(x, p, over, keepdim).to(kept)
+
+
+def _norm(x: Tensor, p: float, over: Any, keepdim: bool) -> Tensor:
     if any(x.shape[d] == 0 for d in range(x.dim())):
         raise refused("a norm of no positions", x)
     if p in (float("inf"), float("-inf")):
@@ -421,7 +427,7 @@ def _split_norm(
         lost = extreme_of(x.detach(), over, True).isnan()
         return extreme_of(torch.where(lost, x.detach(), x), over, keepdim)
     if p == 0:
-        return (x != 0).sum(over, keepdim).to(x.dtype)
+        return (x != 0).sum(over, keepdim)
     if p == 1:
         return x.sum(over, keepdim)
     if p == 2:
