@@ -406,7 +406,11 @@ def select(x: Part, dim: int, index: int) -> Recipe:
 def _by_sizes(x: Part, dim: int, sizes: Sequence[int]) -> Recipe:
     """The parts of a dim, of some sizes."""
     d, edges = at(dim, x.ndim), list(itertools.accumulate(sizes, initial=0))
-    parts = [narrow(x, d, a, b - a) for a, b in itertools.pairwise(edges)]
+    return _several([narrow(x, d, a, b - a) for a, b in itertools.pairwise(edges)])
+
+
+def _several(parts: list[Recipe]) -> Recipe:
+    """The results of several recipes."""
 
     def run(t: list[Any]) -> tuple:
         return tuple(part.run(t) for part in parts)
@@ -447,12 +451,7 @@ def unbind(x: Part, dim: int = 0) -> Recipe | Direct:
     d = at(dim, x.ndim)
     if not x.shape[d]:
         return Direct(lambda *_, **__: ())
-    parts = [select(x, d, i) for i in range(x.shape[d])]
-
-    def run(t: list[Any]) -> tuple:
-        return tuple(part.run(t) for part in parts)
-
-    return Recipe(run, [p.out for p in parts], copies=any(p.copies for p in parts))
+    return _several([select(x, d, i) for i in range(x.shape[d])])
 
 
 @rule(*both("flip"))
