@@ -992,9 +992,7 @@ def test_sound_alone_is_split_by_dims_as_the_refusal_says(labels):
         refused = parallelize(copy.deepcopy(model), layout)
         with pytest.raises(ShapeError, match=r"of sound alone .*dims=\{'tokens': 1\}"):
             refused(**x)
-        own = parallelize(
-            copy.deepcopy(model), layout, dims={"tokens": 1}, inputs=("input_values",)
-        )
+        own = parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
         return own(**x).logits.detach()
 
     for found in weft.on_threads(Layout.parse("tokens: ring=2"), work):

@@ -49,7 +49,8 @@ class Field(Tensor):
     computed of fields to its end counts once.
 
     Any order of the layout will do; functions that see neighbours make their axes contiguous. Where
-    torch returns a view and positions had to move, in-place functions of the result are refused.
+    torch returns a view and positions had to move, in-place functions of the result are refused
+    while anything is left that they would change.
 
     Args:
         local: this rank's part; `distribute` and `from_local` make a field of what users have.
